@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from file_system_calls import FileSystemCalls
     from virtual_clock import ShiftedClock, VirtualClock
 
-# Where an environment with vLLM is, which takes minutes to make (tests/serving_environment.py).
-_WANTED = ("HPCTRAIN_SERVING_ENVIRONMENT",)
+# Where environments with Ray and vLLM are, which take minutes to make (serving_environment.py).
+_WANTED = ("HPCTRAIN_RAY_ENVIRONMENT", "HPCTRAIN_SERVING_ENVIRONMENT")
 _FOREIGN = ("HPCTRAIN_", "NCCL_", "SACCT_", "SBATCH_", "SINFO_", "SLURM_", "SQUEUE_", "WANDB_")
 
 # At import: before session fixtures, and before anything that reads the environment is imported.

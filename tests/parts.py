@@ -46,6 +46,7 @@ class Part:
 PARTS = (
     Part("tests/unit/supervise", "the supervisor, against processes and virtual time", "wait"),
     Part("tests/unit/serve", "replicas, routers and clients as processes", "wait"),
+    Part("tests/unit/trainer", "agents and trainers of one's own as processes", "wait"),
     Part("tests/unit/tracking", "followers as processes, what they write", "wait"),
     Part("tests/unit", "each other room by itself, commands, pages"),
     Part("tests/golden", "scripts, help, references and transcripts, byte by byte"),

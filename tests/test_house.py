@@ -33,7 +33,7 @@ PACKAGE = ROOT / "hpctrain"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
-    "pairs of classes that share five fields": 81,
+    "pairs of classes that share five fields": 79,
     "lines that hand on a field": 624,
     "small modules of one other": 16,
     "short functions that one place calls": 28,
@@ -41,7 +41,7 @@ RATCHETS = {
 
 # Rooms that compute: what they are about is handed to them.
 PURE = ("plan", "simulate", "engines", "job/render", "spec", "judge", "diagnose", "site")
-PURE = (*PURE, "page", "trials", "report", "export", "serve/plan", "serve/engines")
+PURE = (*PURE, "page", "trials", "report", "adopt", "export", "serve/plan", "serve/engines")
 # Of those rooms, the files around that read, beside their commands.
 READING = (
     *("spec/loader.py", "spec/reference.py", "diagnose/of_run.py"),
@@ -51,7 +51,7 @@ READING = (
     *("site/node_survey.py", "site/read_site.py", "site/survey.py"),
     *("site/first_start.py", "site/start_survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
-    *("trials/run_trials.py", "page/options.py", "page/output.py"),
+    *("trials/run_trials.py", "trials/rehearsal.py", "page/options.py", "page/output.py"),
 )
 # Modules of ours that do what a pure room does not. Records are data, whoever reads them.
 DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "slurm.process")
@@ -67,7 +67,7 @@ PURE_FILES = (
     *("telemetry/rates.py", "telemetry/goodput.py", "telemetry/timeline.py"),
 )
 # Rooms that run as processes of their own, with torch: they print, exit and unpickle.
-PROGRAMS = ("train/", "data/making/", "convert/")
+PROGRAMS = ("train/", "trainer/", "data/making/", "convert/")
 # A program (started with -m), and the two places where the supervisor writes the job's log: its
 # own lines, and the stderr of srun that it reads along.
 SPEAKERS = ("supervise/__main__.py", "supervise/srun_process.py")
@@ -109,6 +109,8 @@ POPEN = (*POPEN, "serve/replica/engine_process.py")
 POPEN = (*POPEN, "serve/router/programs.py", "serve/start_router.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight.py")
+# The ranks of a node, which live as long as their agent at most.
+POPEN = (*POPEN, "train/launchers/rank_processes.py")
 
 # Who has a time of his own beside `hpctrain.base.clock`.
 OWN_TIME = {
@@ -119,6 +121,7 @@ OWN_TIME = {
     "serve/stand_in.py": "a program for rehearsals, in asyncio and threads",
     "site/start_survey.py": "a program for an interpreter that may lack hpctrain, which measures",
     "train/": "programs with torch, which measure",
+    "trainer/": "an agent beside foreign processes, and calls for an interpreter without hpctrain",
 }
 
 # Unit tests that sleep, beside programs in strings, which are other processes.
@@ -132,6 +135,7 @@ SLEEPERS = {
     "supervise/test_node_probe.py": "would see a signal that comes afterwards",
     "supervise/test_srun_process.py": "a signal must not interrupt a sleep",
     "supervise/test_launch_watch.py": "waits without using the processor, which is measured",
+    "trainer/misbehaving_trainer.py": "a trainer whose steps and saves take their time",
     "test_quick.py": "a test that is still running when the time is up",
 }
 
@@ -268,7 +272,8 @@ def test_what_is_said_twice_becomes_less() -> None:
 
 def test_names_of_test_files_are_unique() -> None:
     """pytest puts the directories of tests into one sys.path, so a second file would be lost."""
-    apart = {"__pycache__", "stubs"}  # packages that tests put into a path of their own
+    # packages and programs that tests put into a path of their own
+    apart = {"__pycache__", "stubs", "held_ranks", "held_trainers"}
     found = Counter(p.name for p in (ROOT / "tests").rglob("*.py") if not apart & {*p.parts})
     twice = [file for file, count in found.items() if count > 1 and file != "conftest.py"]
     assert not twice, f"give one of them a name with its room in it: {twice}"

@@ -20,7 +20,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.job import read_config
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.stop import StopSignals, leave
 
 HERE = Path(__file__).parent
 LM = dict(
@@ -129,7 +129,7 @@ def rank_of_real(config: Path, rank: int, logs: Path, shared: dict[str, str]) ->
 
 
 def work(config: Path) -> None:
-    from hpctrain.train.entry import leave, main
+    from hpctrain.train.entry import main
 
     stop = StopSignals()
     stop.install()

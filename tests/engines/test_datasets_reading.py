@@ -288,7 +288,7 @@ def in_new_interpreter(directory: Path, code: str) -> subprocess.CompletedProces
         ended = subprocess.run(
             [sys.executable, "-c", head + code, str(directory)],
             cwd=here,
-            env={**os.environ, "PYTHONPATH": f"{here.parents[1]}"},
+            env={**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here.parent}"},
             stdout=out,
             stderr=errors,
             text=True,

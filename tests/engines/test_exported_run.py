@@ -1,6 +1,6 @@
 """An exported run on the real trainer: the files' own commands, without Slurm and a supervisor.
 
-Two "hosts" are two names of this machine. Torchelastic connects them as it would connect pods.
+Two "hosts" are two names of this machine. The trainer connects them as it would connect pods.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from hpctrain.records.run_records import (
     read_record,
     read_saves,
 )
-from hpctrain.train.engines.megatron_lm import checkpoint_publisher
 from hpctrain.train.engines.megatron_lm.program_hooks import measure_steps, patch_on_import
+from hpctrain.train.saving import program_saves
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def lm(tmp_path: Path) -> Callable[..., LmTrial]:
 
 
 def test_a_run_to_its_end(lm: Callable[..., LmTrial], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_publisher, "_RETIRE_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(program_saves, "_RETIRE_SECONDS", LIMIT_SECONDS)
     made = lm(keep_checkpoints=2)
     assert made.train() == [TrainerExit.DONE, TrainerExit.DONE]
     assert made.good == [6, 4], "retention keeps two"
@@ -146,7 +146,7 @@ def test_results_that_cannot_be_trusted(lm: Callable[..., LmTrial], code: int, c
 def test_a_crash_keeps_what_was_saved(
     lm: Callable[..., LmTrial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_publisher, "_DIGEST_TIMEOUT_AFTER_FAILURE_SECONDS", 100.0)
+    monkeypatch.setattr(program_saves, "_DIGEST_TIMEOUT_AFTER_FAILURE_SECONDS", 100.0)
     made = lm()
     assert made.train(wish="raise@5") == [TrainerExit.CRASH] * 2
     assert made.good == [4, 2]

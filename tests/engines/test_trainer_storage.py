@@ -293,13 +293,11 @@ def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: MakeTrial) -
         return run.with_name(f"{run.name}.leaving-{rank}")
 
     def prepare() -> None:
-        from hpctrain.train import entry
-
         storage.PATIENCE_SECONDS = 1.0
-        entry._EXIT_RECORD_SECONDS = LIMIT_SECONDS
+        storage._EXIT_RECORD_SECONDS = LIMIT_SECONDS
         goes_away_at(saver, "publish", run, 0)()
 
-        @wrap(entry, "write_exit_record")
+        @wrap(storage, "write_exit_record")
         def write_exit_record(real: Any, layout: Any, node_rank: int, record: Any) -> None:
             leaving(record.rank).touch()
             real(layout, node_rank, record)

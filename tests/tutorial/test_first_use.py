@@ -1,4 +1,4 @@
-"""README.md, "First real use": its commands, typed into a shell up to the first step of a run.
+"""README.md: its commands, typed into a shell up to the first step of a run, and to the end of one.
 
 Ranks compute nothing, as in most tests of Slurm; `make nightly` takes the real trainer. What they
 print is not compared: docs/tutorial.md has that.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from pathlib import Path
 import pytest
 from installed_wheel import ROOT
 from typed_shell import TypedShell, typed_shell
+from waiting import wait_until
 
 from hpctrain.base.errors import UsageError
 from hpctrain.records.find import all_runs
+from hpctrain.records.run_records import read_metrics
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 
@@ -29,9 +32,9 @@ _STEP_SECONDS = 0.2
 _TRAINED = re.compile(r"Progress +[1-9]\d* of \d+ steps")
 
 
-def commands() -> list[str]:
-    """Read the commands of the section, in their order."""
-    section = (ROOT / "README.md").read_text().partition("\n## First real use\n")[2]
+def commands(heading: str = "## First real use") -> list[str]:
+    """Read the commands of a section, in their order."""
+    section = (ROOT / "README.md").read_text().partition(f"\n{heading}\n")[2]
     block = section.partition("```sh\n")[2].partition("```")[0]
     return [line.partition("  #")[0].strip() for line in block.splitlines() if line[0] != " "]
 
@@ -81,3 +84,21 @@ def test_the_commands_lead_to_the_first_step(
     (run,) = all_runs(tmp_path / "runs")
     assert run.layout.metrics.read_text(), "it has trained a step"
     assert "first start" not in printed
+
+
+def test_a_script_of_ones_own_runs_to_its_end(
+    shell: TypedShell, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """The commands of the second example, with the real script; `try` in the night."""
+    shutil.copytree(ROOT / "examples/any-trainer", tmp_path / "examples/any-trainer")
+    begin = [*commands()[:2], "hpctrain profile detect -o examples/any-trainer/mycluster.yaml"]
+    for command in (*begin, *commands("### With a training script of your own")):
+        if command.startswith("hpctrain try") and not pytestconfig.getoption("--nightly"):
+            continue
+        code, printed = shell.type(command)
+        assert code == 0, f"{command}\n{printed}"
+    (run,) = all_runs(tmp_path / "examples/any-trainer/runs")
+    wait_until(run.layout.done.exists, "the end of the run")
+    rows = read_metrics(run.layout)
+    assert [row.step for row in rows] == list(range(1, 61))
+    assert {row.learning_rate for row in rows} == {None}, "the script has reported none"

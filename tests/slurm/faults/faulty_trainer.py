@@ -19,7 +19,7 @@ from typing import Any
 from rank_deeds import ASKED_TO_LEAVE, LASTING, PLAN, Fault, planned, settled
 from rank_deeds import DEEDS as COMMON_DEEDS
 
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.stop import StopSignals, leave
 
 # -- what a rank does to itself ----------------------------------------------------------------
 
@@ -260,10 +260,9 @@ def main() -> None:
     later = [fault for fault in faults if fault["step"]]
     if later:
         strike_at_steps(later)
-    from hpctrain.train.entry import leave as end
     from hpctrain.train.entry import main as train
 
-    end(train(arguments, STOP))
+    leave(train(arguments, STOP))
 
 
 if __name__ == "__main__":

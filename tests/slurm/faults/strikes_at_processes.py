@@ -97,9 +97,9 @@ def _rank(target: Target, rank: int) -> list[JobProcess]:
     found: list[JobProcess] = []
 
     def seen() -> bool:
-        processes = target.rehearsal.rank_processes(rank)
-        tops = _tops(processes)
-        found[:] = [one for one in processes if one.pid in tops and _trains(one)]
+        trainers = [one for one in target.rehearsal.rank_processes(rank) if _trains(one)]
+        tops = _tops(trainers)
+        found[:] = [one for one in trainers if one.pid in tops]
         return bool(found)
 
     assert _seen(target, seen) and found, f"no running rank {rank}"
@@ -120,9 +120,8 @@ def _tops(processes: list[JobProcess]) -> set[int]:
 
 def _trains(process: JobProcess) -> bool:
     """A trainer, not a probe of the supervisor, which is started by srun as well."""
-    return any(
-        word.endswith(("faulty_trainer.py", "hpctrain.train")) for word in process.command_line
-    )
+    names = ("faulty_trainer.py", "hpctrain.train", "dcp_loop.py")
+    return any(word.endswith(names) for word in process.command_line)
 
 
 def _sruns(target: Target) -> list[JobProcess]:
@@ -134,7 +133,7 @@ def _sruns(target: Target) -> list[JobProcess]:
             one
             for one in target.rehearsal.processes()
             if os.path.basename("".join(one.command_line[:1])) == "srun"
-            and "hpctrain.train" in one.command_line
+            and {"hpctrain.train", "hpctrain.trainer.agent"} & {*one.command_line}
         ]
         found[:] = sorted(sruns, key=lambda one: one.pid not in _tops(sruns))
         return bool(found)

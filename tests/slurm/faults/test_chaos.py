@@ -14,6 +14,7 @@ from storm_witness import Witness
 from strikes import BY_NAME, CANCELS, STRIKES
 from survival import Fault, Survival
 from targets import Field, Target
+from trainer_stage import TRAINER_STRIKES, TrainerStage
 
 from hpctrain.records.find import RunFiles
 from hpctrain.runs.state import RunState
@@ -76,6 +77,23 @@ def test_a_short_storm_is_exact_ends_as_asked_and_is_told_truly(
             identical=report.steps_compared,
             seconds=round(sum(one.seconds for one in struck) / len(struck), 1),
         )
+
+
+@pytest.mark.nightly("a minute: a run and what it is compared with")
+def test_a_trainer_of_ones_own_survives_a_storm(
+    public_stage: Stage, other_cluster: OtherCluster
+) -> None:
+    strikes, steps = 4, steps_for(4)
+    stage = TrainerStage(public_stage.sandbox, public_stage.directory)
+    reference = stage.start("name=undisturbed", f"budget.steps={steps}")
+    assert reference.wait_till_over().state is RunState.DONE, reference.logs()
+    field, targets = Field(stage, other_cluster, None), list[Target]()
+    ordeals = draw(strikes, 1, names=TRAINER_STRIKES, cancels=False)
+    with Witness(field, lambda: list(targets)) as witness:
+        fates = rage(field, ordeals, steps, pace_seconds=0.1, joined=targets.append)
+    report = conclude(field, fates, reference.run, witness, steps)
+    logs = "\n".join(target.rehearsal.logs() for target in targets)
+    assert not report.wrong, "\n".join([*report.wrong, *report.lines, logs])
 
 
 def test_a_storm_is_the_same_for_the_same_seed() -> None:

@@ -624,6 +624,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "nodes": ["--cluster", "a100x64"],
         "simulate": ["--gpus", "512", "--trials", "2"],
         "compare": [*TINY, "--engines", "ddp,fsdp", "--predict"],
+        "adapters": [],
         "scale": [*TINY, "--gpus", "1,2", "--set", "parallel=auto", "--predict"],
     }
     # tests/unit/actions: test_data.py, test_calibrate.py, test_actions_notify.py, test_sweep.py;
@@ -633,6 +634,8 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
     # tests/unit/serve/test_serve_command.py
     elsewhere |= {"serve plan", "serve status", "serve test"}
     elsewhere |= {"schema"}  # tests/golden/test_verbs.py
+    elsewhere |= {"adopt"}  # tests/unit/adopt/test_adopt_command.py
+    elsewhere |= {"try"}  # tests/slurm/test_rehearsal.py
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")

@@ -221,12 +221,18 @@ def test_a_replica_that_was_ready_has_fitted() -> None:
 
 
 def test_only_what_can_happen_is_shown() -> None:
-    for serves, settings in ((True, SERVES), (False, config())):
+    foreign = config().model_copy(update={"launcher": "agent"})
+    for serves, settings in ((True, SERVES), (False, config()), (False, foreign)):
+        own = settings is foreign
         shown = {one.cause for one in budgets(history([]), settings)}
         assert {Cause.WEIGHTS, Cause.ENGINE_EXIT} <= {*map(Cause, shown)} or not serves
-        assert all(can_happen(Cause(cause), serves=serves) for cause in shown)
+        assert (Cause.ENDED_EARLY in {*map(Cause, shown)}) is own
+        assert all(can_happen(Cause(cause), serves=serves, foreign=own) for cause in shown)
         for preview in preview_policy([], settings, 0.0, 0, 0):
-            assert all(can_happen(Cause(cause), serves=serves) for cause in preview.causes)
+            known = (
+                can_happen(Cause(cause), serves=serves, foreign=own) for cause in preview.causes
+            )
+            assert all(known)
 
 
 def test_silence_while_it_serves_is_limited_as_a_step_is() -> None:

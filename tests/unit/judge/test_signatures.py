@@ -67,6 +67,7 @@ def test_every_cause_of_machines_and_logs_has_a_line() -> None:
         *(Cause.DONE, Cause.YIELDED, Cause.CANCELLED, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST),
         *(Cause.SUSPECT_NUMERICS, Cause.EXTERNAL_SIGNAL, Cause.DEADLINE),
         *(Cause.BAD_CHECKPOINT, Cause.DATA_CHANGED, Cause.ENGINE_EXIT, Cause.NODE_COMMAND),
+        *(Cause.ENDED_EARLY, Cause.STARTS_OVER),
     }
     assert set(Cause) - told == without
 

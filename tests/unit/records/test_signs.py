@@ -25,6 +25,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import (
     AgentRecord,
     DoneMarker,
+    EvaluationMetrics,
     ExitRecord,
     Progress,
     RankEnd,
@@ -38,6 +39,7 @@ from hpctrain.records.run_records import (
     read_saves,
     write_record,
 )
+from hpctrain.records.step_times import read_step_times
 
 
 @pytest.fixture
@@ -280,3 +282,67 @@ def test_the_lineage_of_a_run() -> None:
     late = [*rows[:6], rows[6], metrics(7, epoch=1)]  # an orphan of launch 1 still writes
     assert [(row.step, row.epoch) for row in lineage(late)] == [(1, 1), (2, 1), (3, 2)]
     assert lineage([]) == []
+
+
+# -- what a trainer that is no engine of ours reports -------------------------------------------
+
+
+def reported(step: int, time: float, epoch: int = 1, **values: Any) -> StepMetrics:
+    """A row in which only what is given was reported."""
+    unknown = {name: None for name in StepMetrics.model_fields if name != "schema_version"}
+    row = {**unknown, "profiled": False, "step": step, "time": time, "epoch": epoch}
+    return StepMetrics.model_validate({**row, **values})
+
+
+def test_what_was_not_reported_stays_unknown(run: RunLayout) -> None:
+    append_metrics(run, reported(10, 100.0, loss=2.5, loss_hex=(2.5).hex()))
+    raw = json.loads(run.metrics.read_text())
+    assert {name for name, value in raw.items() if value is not None} == {
+        *("step", "epoch", "time", "loss", "loss_hex", "profiled")
+    }
+    (row,) = read_metrics(run)
+    assert (row.exact_loss, row.step_seconds, row.learning_rate) == (2.5, None, None)
+    (times,) = read_step_times(run)
+    assert times == (10, 1, 100.0, None, None)
+    assert reported(1, 1.0).exact_loss is None
+
+
+def test_seconds_of_a_step_are_those_between_two_reports(run: RunLayout) -> None:
+    """The first report of a launch has none; what the trainer reports itself stays."""
+    for row in (
+        reported(10, 100.0),
+        reported(20, 120.0),
+        reported(30, 150.0, step_seconds=2.5),
+        reported(40, 200.0, epoch=2),
+        reported(50, 205.0, epoch=2),
+    ):
+        append_metrics(run, row)
+    seconds = [None, 2.0, 2.5, None, 0.5]
+    assert [row.step_seconds for row in read_metrics(run)] == seconds
+    assert [row.step_seconds for row in read_step_times(run)] == seconds
+    assert [row.time for row in read_metrics(run)] == [100.0, 120.0, 150.0, 200.0, 205.0]
+
+
+def test_rows_that_were_read_at_once_are_spread_over_the_time_before(run: RunLayout) -> None:
+    """As from a file that the trainer writes beside each checkpoint."""
+    for step, time in ((10, 100.0), (20, 140.0), (30, 140.0), (50, 140.0)):
+        append_metrics(run, reported(step, time))
+    for rows in (read_metrics(run), read_step_times(run)):
+        assert [row.time for row in rows] == [100.0, 110.0, 120.0, 140.0]
+        assert [row.step_seconds for row in rows] == [None, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("later", [(10, 90.0), (20, 100.0), (9, 120.0)])
+def test_a_clock_that_was_set_back_says_nothing(run: RunLayout, later: tuple[int, float]) -> None:
+    append_metrics(run, reported(10, 100.0))
+    append_metrics(run, reported(*later))
+    assert [row.step_seconds for row in read_metrics(run)] == [None, None]
+
+
+def test_an_evaluation_is_no_row_of_a_step(run: RunLayout) -> None:
+    append_metrics(run, reported(10, 100.0))
+    append_metrics(
+        run, EvaluationMetrics(step=10, epoch=1, time=101.0, eval_loss=2.0, eval_accuracy=None)
+    )
+    (row,) = read_metrics(run)
+    assert (row.eval_loss, row.loss) == (2.0, None)

@@ -15,12 +15,13 @@ from pydantic import BaseModel
 
 from hpctrain.base.errors import UsageError
 from hpctrain.spec.fields import known_paths
-from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
+from hpctrain.spec.loader import load_any_run_spec, load_profile, load_service_spec
 from hpctrain.spec.positions import parse_yaml
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.reference import TITLES, Kind, fields_of, find_field, json_schema, names_below
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.service import ServiceSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS: dict[Kind, type[BaseModel]] = {
@@ -35,7 +36,8 @@ def test_every_field_is_there_in_order_and_says_what_it_means(kind: Kind) -> Non
     fields = fields_of(kind)
     first = [path for path in fields if "." not in path and "[" not in path]
     model = DOCUMENTS[kind]
-    assert first == [field.alias or name for name, field in model.model_fields.items()]
+    own = [field.alias or name for name, field in model.model_fields.items()]
+    assert first == [*own, *(["trainer"] if kind == "spec" else [])]
     for path, field in fields.items():
         assert field.description and field.type, path
         assert all(inner in fields for inner in field.fields)
@@ -75,7 +77,8 @@ SNIPPETS = [
     for snippet in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 ]
 # `hpctrain calibrate` writes it. A limit that does not say of which latency starts nothing.
-SET_BY_NOBODY = ("calibration.learned", "objectives.p99")
+# The loader writes the name of an adapter.
+SET_BY_NOBODY = ("calibration.learned", "objectives.p99", "trainer.framework")
 
 
 def set_in(texts: list[Path] | list[str]) -> set[str]:
@@ -116,7 +119,7 @@ def test_every_field_is_set_somewhere_for_people_to_see(kind: Kind) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "settings").glob("*.yaml")))
 def test_settings_fit_together(path: Path) -> None:
     load = {"serve": load_service_spec, "profile": load_profile}.get(
-        path.stem.partition("_")[0], load_run_spec
+        path.stem.partition("_")[0], load_any_run_spec
     )
     if path.stem != "profile.calibration":  # the profile reads it
         assert load(path).document
@@ -203,7 +206,9 @@ def test_schema_has_every_key_and_forbids_others(kind: Any, model: Any) -> None:
     schema = json.loads(json_schema(kind))
     # The name of a published model is replaced by its fields before the document is made.
     presets = set() if kind == "profile" else {"model.preset"}
-    assert schema_paths(schema, schema) == set(known_paths(model)) | presets
+    trainer = {path for path in known_paths(TrainerRunSpec) if path.startswith("trainer")}
+    known = {*known_paths(model), *presets, *(trainer if kind == "spec" else ())}
+    assert schema_paths(schema, schema) == known
     for definition in [schema, *schema["$defs"].values()]:
         assert definition["additionalProperties"] is False
         assert set(definition.get("required", ())) <= set(definition["properties"])
@@ -229,7 +234,46 @@ def test_schema_states_types_and_choices() -> None:
     }
     assert model["family"]["enum"] == ["gpt", "llama", "bert", "distilbert", "vit", "resnet"]
     assert '"gt":' not in json_schema("spec")
-    assert {"model", "batch", "budget"} <= set(schema["required"])
+    assert schema["required"] == ["name", "resources"]
+    assert {"model", "batch", "budget"} <= set(schema["else"]["required"])
+
+
+ENGINE = {"model": "llama-3-8b", "batch": {"global": 8}, "budget": {"steps": 10}}
+ENGINE |= {"optimizer": {"lr": 0.1}, "checkpoint": {"every_steps": 5}}
+TRAINER = {"trainer": {"command": ["python", "train.py"], "done": {"step": 10}}}
+RUN = {"name": "one", "resources": {"gpus": 8}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_valid"),
+    [
+        (RUN | ENGINE, True),
+        (RUN | TRAINER, True),
+        (RUN | TRAINER | {"notify": {}, "supervise": {}, "after": "other"}, True),
+        (RUN, False),
+        (RUN | TRAINER | {"model": "llama-3-8b"}, False),
+        (RUN | TRAINER | {"seed": 1}, False),
+        (RUN | {"trainer": {"command": ["python"]}}, False),
+        (TRAINER | {"name": "one"}, False),
+        (RUN | ENGINE | {"zzz": 1}, False),
+    ],
+    ids=str,
+)
+def test_schema_takes_a_model_or_a_trainer(spec: dict[str, Any], is_valid: bool) -> None:
+    """Editors refuse what the loader refuses."""
+    import jsonschema
+
+    schema = json.loads(json_schema("spec"))
+    assert jsonschema.Draft202012Validator(schema).is_valid(spec) is is_valid
+
+
+def test_fields_that_both_kinds_of_runs_have_are_the_same() -> None:
+    own = {name: field.annotation for name, field in TrainerRunSpec.model_fields.items()}
+    run = {name: field.annotation for name, field in RunSpec.model_fields.items()}
+    assert own.keys() - run.keys() == {"trainer"}
+    assert {name: run[name] for name in own if name in run} == {
+        name: kind for name, kind in own.items() if name in run
+    }
 
 
 def test_schema_is_the_same_in_another_process() -> None:

@@ -117,9 +117,10 @@ WRONG_VALUES = [
         '2:30: `environment.variables.A`: expected text, got `1` | put it in quotes: "1"',
         "2:33: `environment.variables.B C`: "
         "expected the name of a variable such as `NCCL_DEBUG`",
-        "2:53: `environment.inherit`: expected a list, got `D`"]),
+        "2:53: `environment.inherit`: expected a list, got `D` | write `[D]`"]),
     ("name: tiny", "name: tiny\nsupervise: {speed_check: exclude}", [
-        "2:26: `supervise.speed_check`: expected a mapping, got `exclude`"]),
+        "2:26: `supervise.speed_check`: expected a mapping, got `exclude`"
+        " | write `{mode: exclude}`"]),
     ("name: tiny", "name: tiny\nsupervise: {speed_check: {mode: evict, slow_gpu: 1.2}}", [
         "2:33: `supervise.speed_check.mode`: expected `auto` or `off` or `report` or "
         "`exclude`, got `evict`",

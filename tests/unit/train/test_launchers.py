@@ -14,27 +14,27 @@ from waiting import wait_until
 
 from hpctrain.base.errors import CheckpointError, InvalidInputError
 from hpctrain.records.epochs import current_epoch
+from hpctrain.records.exit_records import read_agent_records
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.old_launches import lines_of_rank
 from hpctrain.records.requests import is_requested
-from hpctrain.records.run_records import TrainerExit
+from hpctrain.records.run_records import RankEnd, TrainerExit
 from hpctrain.train.launchers.agent_environment import (
+    Place,
     read_agent_environment,
     read_unsupervised_environment,
 )
 from hpctrain.train.launchers.agent_ranks import (
     FORWARDED_SIGNALS,
-    LOG_VARIABLE,
     SignalForwarder,
     catches,
-    set_up_under_agent,
 )
-from hpctrain.train.launchers.torchelastic_agent import (
+from hpctrain.train.launchers.agreed_launch import (
     AgreedLaunch,
-    LabelledOutput,
     choose_launch,
     open_run_directory,
 )
+from hpctrain.train.launchers.rank_processes import Rank, open_log
 from hpctrain.train.rank_environment import Launch, host_threads, quiet_defaults, read_launch
 from hpctrain.train.stop import STOP_SIGNALS
 
@@ -150,9 +150,8 @@ def test_the_stop_file(tmp_path: Path) -> None:
 
 
 WORDS = ["--nnodes=2", "--nproc-per-node=8", "train-n000002.json"]
+STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2"}
 TOLD = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2",
     "SLURM_PROCID": "1",
     "SLURMD_NODENAME": "n7",
     "HPCTRAIN_EPOCH": "5",
@@ -163,14 +162,10 @@ TOLD = {
 
 def test_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    place = read_agent_environment(WORDS, TOLD)
-    assert (place.nodes, place.ranks_per_node, place.node_rank) == (2, 8, 1)
-    assert (place.address, place.port, place.epoch) == ("10.0.0.1", 20001, 5)
-    assert place.train_config == "train-n000002.json"
-    assert place.log_of(11) == tmp_path / "logs/4711.0/step2-rank0011.log"
-    again = read_agent_environment(WORDS, {**TOLD, "SLURM_RESTART_COUNT": "3"})
-    assert again.log_of(11) == tmp_path / "logs/4711.3/step2-rank0011.log"
-    assert not place.logs_by_node
+    agent = read_agent_environment(WORDS, TOLD)
+    assert agent.place == Place(1, 2, 8, 8, 16, "10.0.0.1", 20001)
+    assert (agent.node, agent.epoch, agent.train_config) == ("n7", 5, "train-n000002.json")
+    assert not agent.logs_by_node
     assert read_agent_environment(["--logs=node", *WORDS], TOLD).logs_by_node
 
 
@@ -219,24 +214,24 @@ KUBEFLOW = {
 
 
 def test_options_come_before_variables() -> None:
-    place = read_unsupervised_environment(UNSUPERVISED, KUBEFLOW)
-    assert (place.nodes, place.ranks_per_node, place.node_rank) == (2, 8, 1)
-    assert (place.address, place.port) == ("a-node-0-0.a", 29400)
-    assert str(place.settings) == "/etc/hpctrain/train.json"
-    assert place.train_config == "/runs/a/train.json"
+    agent = read_unsupervised_environment(UNSUPERVISED, KUBEFLOW)
+    assert agent.place == Place(1, 2, 8, 8, 16, "a-node-0-0.a", 29400)
+    assert str(agent.settings) == "/etc/hpctrain/train.json"
+    assert agent.train_config == "/runs/a/train.json"
     only = read_unsupervised_environment(["/runs/a/train.json"], KUBEFLOW)
-    assert (only.nodes, only.ranks_per_node, only.run.directory) == (4, 2, Path("/runs/a"))
+    assert only.place == Place(1, 4, 2, 2, 8, "a-node-0-0.a", 29400)
+    assert only.run.directory == Path("/runs/a")
 
 
 def test_open_mpi_numbers_nodes_too() -> None:
     told = {"OMPI_COMM_WORLD_RANK": "1", "PET_MASTER_ADDR": "h1"}
-    place = read_unsupervised_environment(UNSUPERVISED, told)
+    place = read_unsupervised_environment(UNSUPERVISED, told).place
     assert (place.node_rank, place.port) == (1, 29500)
 
 
 def test_a_single_node_knows_its_place() -> None:
     words = ["--nnodes=1", "--nproc-per-node=1", "t.json"]
-    place = read_unsupervised_environment(words, {})
+    place = read_unsupervised_environment(words, {}).place
     assert (place.node_rank, place.address) == (0, "127.0.0.1")
 
 
@@ -391,90 +386,151 @@ def test_what_stops_a_rank_and_what_asks_for_stacks_is_passed_on() -> None:
     assert set(FORWARDED_SIGNALS) == {*STOP_SIGNALS, signal.SIGQUIT}
 
 
+PRINTS = """
+import os, subprocess, sys
+print('one', flush=True)
+subprocess.run(['sh', '-c', 'echo two >&2'])
+print('x' * 200_000)
+print('last', end='', flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def start_rank(program: str, number: int, log: int, label: bytes) -> Rank:
+    return Rank(number, (sys.executable, "-c", program), os.getcwd(), os.environ, log, label)
+
+
+def ended(rank: Rank) -> int | None:
+    wait_until(lambda: rank.poll() is not None)
+    rank.finish_reading(60)
+    return rank.poll()
+
+
 def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
-    program = (
-        "import os, subprocess\n"
-        "from hpctrain.train.launchers.agent_ranks import set_up_under_agent\n"
-        "set_up_under_agent()\n"
-        "print('one', flush=True)\n"
-        "os.write(2, b'two\\n')\n"
-        "subprocess.run(['echo', 'three'])\n"
-    )
-    log = tmp_path / "step0-rank0003.log"
+    run = RunLayout(tmp_path)
+    log = tmp_path / "logs/4711.0/step2-rank0003.log"
+    log.parent.mkdir(parents=True)
     log.write_text("zero\n")
-    for name, said in ((log, ""), (tmp_path / "absent" / "log", "one\nthree\n")):
-        environment = {**os.environ, LOG_VARIABLE: str(name)}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    descriptor, label = open_log(run, 3, by_node=False, environment=STEP)
+    assert label == b""
+    assert ended(start_rank(PRINTS, 3, descriptor, label)) == -signal.SIGKILL
+    os.close(descriptor)
+    assert log.read_text().split() == ["zero", "one", "two", "x" * 200_000, "last"]
+    again = {**STEP, "SLURM_RESTART_COUNT": "3"}
+    for by_node, place in ((False, again), (False, {}), (True, STEP)):
+        assert open_log(run, 3, by_node=by_node, environment=place) == (1, b"3: "), (
+            "the agent's own"
         )
-        assert (done.returncode, done.stdout) == (0, said)
-    assert log.read_text() == "zero\none\ntwo\nthree\n"
+    (tmp_path / "logs/4711.3").mkdir()
+    descriptor, _ = open_log(run, 3, by_node=False, environment=again)
+    os.close(descriptor)
+    assert (tmp_path / "logs/4711.3/step2-rank0003.log").exists()
 
 
 def test_an_agent_puts_the_rank_before_each_line(tmp_path: Path) -> None:
     """As srun does for its own tasks; also of a rank that is killed within a line."""
-    program = (
-        "import os, subprocess, sys\n"
-        "from hpctrain.train.launchers.agent_ranks import set_up_under_agent\n"
-        "set_up_under_agent()\n"
-        "print('one', flush=True)\n"
-        "subprocess.run(['sh', '-c', 'echo two >&2'])\n"
-        "print('x' * 200_000)\n"
-        "print('last', end='', flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
     log = tmp_path / "step0-node0000.log"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    output = LabelledOutput(descriptor)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, LOG_VARIABLE: str(output.pipe_of(rank))},
-        )
-        for rank in (8, 11)
-    ]
-    assert [rank.wait(300) for rank in ranks] == [-signal.SIGKILL] * 2
-    directory = output.pipe_of(12).parent
-    output.close()
+    ranks = [start_rank(PRINTS, rank, descriptor, b"%d: " % rank) for rank in (8, 11)]
+    assert [ended(rank) for rank in ranks] == [-signal.SIGKILL] * 2
     os.close(descriptor)
     for rank in (8, 11):
         lines = list(lines_of_rank(log, rank))
         assert [lines[0], lines[1], lines[-1]] == [b"one", b"two", b"last"]
         assert b"".join(lines[2:-1]) == b"x" * 200_000
-    assert not directory.exists()
-
-
-def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
-    before = os.fstat(1)
-    set_up_under_agent({})
-    assert os.path.samestat(before, os.fstat(1))
 
 
 # Starts a rank that would live for minutes, and is killed.
 AGENT = """
-import os, subprocess, sys
-program = (
-    "import time; from hpctrain.train.launchers.agent_ranks import set_up_under_agent; "
-    "set_up_under_agent(); print('settled', flush=True); time.sleep(300)"
-)
-rank = subprocess.Popen([sys.executable, "-c", program])
+import os, sys, time
+from hpctrain.train.launchers.rank_processes import Rank
+program = "print('settled', flush=True); import time; time.sleep(300)"
+rank = Rank(0, (sys.executable, "-c", program), os.getcwd(), os.environ, 2, b"")
 print(rank.pid, flush=True)
-rank.wait()
+time.sleep(300)
 """
 
 
 def test_a_rank_does_not_outlive_its_agent(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    environment = {**os.environ, LOG_VARIABLE: str(log)}
-    agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    with log.open("w") as stream:
+        agent = subprocess.Popen(
+            [sys.executable, "-c", AGENT], stdout=subprocess.PIPE, stderr=stream, text=True
+        )
     assert agent.stdout is not None
     rank = int(agent.stdout.readline())
-    wait_until(lambda: log.exists() and "settled" in log.read_text())
+    wait_until(lambda: "settled" in log.read_text())
     agent.kill()
     agent.wait()
     wait_until(lambda: not is_alive(rank))
+
+
+# In place of `hpctrain.train`: a rank whose end is told by the file of its number.
+RANK_MODULE = """
+import os, pathlib, signal, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1], flush=True)
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told-" + os.environ["RANK"]).touch())
+pathlib.Path("ready-" + os.environ["RANK"]).touch()
+order = pathlib.Path("end-" + os.environ["RANK"])
+while not (order.exists() or pathlib.Path("told-" + os.environ["RANK"]).exists()):
+    time.sleep(0.01)
+code = int(order.read_text()) if order.exists() else 75
+os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "recorded"),
+    [
+        ({2: 0, 3: 0}, TrainerExit.DONE, ()),
+        ({2: 75}, TrainerExit.YIELDED, ()),
+        ({3: -9}, 128 + signal.SIGKILL, (RankEnd(rank=3, code=-9),)),
+        ({2: 41}, 41, (RankEnd(rank=2, code=41),)),
+        ({}, 128 + signal.SIGINT, ()),  # a person at a terminal
+    ],
+)
+def test_the_first_rank_that_fails_ends_the_others(
+    ends: dict[int, int],
+    code: int,
+    recorded: tuple[RankEnd, ...],
+    tmp_path: Path,
+) -> None:
+    run = RunLayout(tmp_path / "r1")
+    run.create()
+    run.train_config.touch()
+    place = tmp_path / "place"
+    (place / "hpctrain").mkdir(parents=True)
+    (place / "hpctrain" / "__init__.py").touch()
+    (place / "hpctrain" / "train.py").write_text(RANK_MODULE)
+    log = run.rank_log(4711, 0, 2, 2)
+    log.parent.mkdir(parents=True)
+    words = ["--nnodes=2", "--nproc-per-node=2", str(run.train_config)]
+    program = (
+        "import os, signal, sys\n"
+        # whoever runs the tests may ignore Ctrl-C, and children inherit that
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from hpctrain.train.launchers.agent_ranks import SignalForwarder\n"
+        "from hpctrain.train.agent import main\n"
+        "os.chdir(sys.argv[1])\n"
+        "os.environ['PYTHONPATH'] = sys.argv[1]\n"
+        "forwarder = SignalForwarder()\n"
+        "forwarder.install()\n"
+        "os._exit(main(sys.argv[2:], forwarder))\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-c", program, str(place), *words], env={**os.environ, **STEP, **TOLD}
+    )
+    wait_until(lambda: all((place / f"ready-{rank}").exists() for rank in (2, 3)))
+    for rank, wanted in ends.items():
+        (place / f"end-{rank}").write_text(str(wanted))
+    if not ends:
+        agent.send_signal(signal.SIGINT)
+    assert agent.wait(300) == code
+    records = read_agent_records(run, 5)
+    assert tuple(end for record in records for end in record.ended) == recorded
+    assert log.read_text() == f"rank 2 of 4 {run.train_config}\n"
+    told = {int(one.name.removeprefix("told-")) for one in place.glob("told-*")}
+    assert told == {2, 3} - ends.keys(), "who is left is asked to end"
 
 
 def is_alive(pid: int) -> bool:
