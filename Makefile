@@ -74,7 +74,7 @@ test-slurms: install  ## The rehearsals and the demo on each of SLURMS, into doc
 	@$(PYTHON) scripts/test_slurms.py --workers $(WAIT) $(SLURMS)
 
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
-	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
+	@$(PYTHON) -m bench.chaos --strikes $(N) --trainer-strikes $$(($(N) / 5)) --seed $(SEED)
 
 many-ranks: install  ## 512 ranks on 64 nodes of a real Slurm, four faults; writes docs/scale.md
 	@$(PYTHON) -m bench.many_ranks --write

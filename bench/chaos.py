@@ -30,6 +30,7 @@ from storm import EVALUATIONS, Struck, draw, rage, steps_for  # isort: skip
 from storm_witness import Witness  # isort: skip
 from strikes import BY_NAME, CANCELS  # isort: skip
 from targets import Field, Target  # isort: skip
+from trainer_stage import TRAINER_STRIKES, TrainerStage  # isort: skip
 
 from hpctrain.records.find import RunFiles
 from hpctrain.runs.state import RunState
@@ -67,18 +68,50 @@ def main() -> int:
             )
         report = storm_report.conclude(field, fates, reference, witness, steps)
         _say(f"wall time {time.monotonic() - began_at:.0f} s")
-        for line in report.lines:
-            _say(line)
-        for words in report.wrong:
-            _say(f"WRONG: {words}")
-        if report.wrong and options.keep:
+        wrong = _told(report)
+        if options.trainer_strikes:
+            wrong += _told(_trainers(field, options.trainer_strikes, options.seed))
+        if wrong and options.keep:
             _keep(field.stage, options.keep)
-        return 1 if report.wrong else 0
+        return 1 if wrong else 0
+
+
+def _told(report: storm_report.Report) -> list[str]:
+    for line in report.lines:
+        _say(line)
+    for words in report.wrong:
+        _say(f"WRONG: {words}")
+    return report.wrong
+
+
+def _trainers(field: Field, strikes: int, seed: int) -> storm_report.Report:
+    """The same for runs of somebody's own trainer, two at a time."""
+    runs = max(1, round(strikes / STRIKES_PER_RUN))
+    steps = steps_for(-(-strikes // runs))
+    _say(f"{strikes} strikes on {runs} runs of a trainer of one's own, {steps} steps")
+    place = field.stage.directory / "trainers"
+    place.mkdir()
+    own = Field(TrainerStage(field.sandbox, place), field.other, field.bystander)
+    reference = undisturbed(own.stage, steps)
+    ordeals = draw(strikes, seed, runs=runs, names=TRAINER_STRIKES, cancels=False)
+    targets: list[Target] = []
+    with Witness(own, lambda: list(targets)) as witness:
+        fates = rage(
+            own,
+            ordeals,
+            steps,
+            at_a_time=2,
+            pace_seconds=PACE_SECONDS,
+            joined=targets.append,
+            tell=print_one,
+        )
+    return storm_report.conclude(own, fates, reference, witness, steps)
 
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strikes", type=int, default=100)
+    parser.add_argument("--trainer-strikes", type=int, default=0, help="at trainers of one's own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-a-time", type=int, default=3, help="runs at a time")
     parser.add_argument("--runs", type=int, help="runs in all; default: one for 17 strikes")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.free_ports import free_port
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.stop import StopSignals, leave
 
 
 @dataclass
@@ -75,7 +75,7 @@ def start(
 ) -> Ranks:
     """Fork `world_size` ranks of the trainer; `prepare` runs in each of them first."""
     from hpctrain.train.data import import_reader
-    from hpctrain.train.entry import leave, main
+    from hpctrain.train.entry import main
     from hpctrain.train.job import read_config
     from hpctrain.train.startup import room_of
 

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import sys
+from keyword import iskeyword
 
 import click
 
@@ -19,6 +20,7 @@ from hpctrain.version import __version__
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Before a run": {
         "init": ("site.init", "Write a run spec to start from: a published model, config.json"),
+        "adopt": ("adopt", "Make a spec of a batch script that you have, line by line"),
         "validate": ("job.inspect", "Check specs and profiles; with -p, all that could end a run"),
         "plan": ("job.plan", "Choose a layout; predict memory, time and cost, without Slurm"),
         "footprint": (
@@ -34,6 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "Run a spec on several numbers of GPUs: speed-up, shares of time",
         ),
         "simulate": ("job.simulate", "Play a run with failures: choose interval, spares, budgets"),
+        "try": ("trials.try", "Rehearse a run in minutes: signal, resume, killed rank, losses"),
     },
     "Run": {
         "submit": ("job", "Plan, render and submit a run"),
@@ -85,6 +88,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make": {
         "examples": ("job.reference", "List run specs to start from, or print one"),
         "explain": ("job.reference", "Explain a field of specs and profiles"),
+        "adapters": ("job.inspect", "List frameworks whose trainers are known, or show one"),
         "data": ("data", "Prepare datasets from text, conversations and images"),
         "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints"),
         "schema": ("cli", "Print JSON Schemas: of YAML files, and of what `--json` prints"),
@@ -114,7 +118,8 @@ class LazyGroup(click.Group):
             return None
         where = COMMANDS[cmd_name][0]
         module = importlib.import_module(f"hpctrain.{where}{'_' if '.' in where else '.'}command")
-        command = getattr(module, cmd_name)
+        # PEP 8 on names that Python keeps for itself: `try_`
+        command = getattr(module, f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -52,6 +52,12 @@ _OF_RUN = (6, 7)
 _TABLE = (
     Verb(verb="init", effect="writes", codes=(3,)),
     Verb(
+        verb="adopt",
+        effect="writes",
+        codes=(3,),
+        output={"adoption": "adopt.draft:Adoption"},
+    ),
+    Verb(
         verb="validate",
         effect="reads",
         codes=(3, 4, 5, 7),
@@ -62,8 +68,10 @@ _TABLE = (
         effect="reads",
         codes=(3, 4),
         output={
-            "plan": "plan.documents:Plan",
+            "plan": "plan.documents:Plan|plan.trainer_plan:TrainerPlan",
             "forecast": "plan.forecast.documents:Forecast?",
+            "pace": "job.trainer_forecast:KnownPace?",
+            "levels": "spec.trainer:Level[]?",
             "advice": "job.plan:Advice[]?",
             "spot": "plan.forecast.documents:SpotComparison?",
             "budget": "plan.forecast.documents:BudgetDecision?",
@@ -99,6 +107,12 @@ _TABLE = (
         effect="reads",
         codes=(3, 4),
         output={"simulation": "job.simulation:Simulation"},
+    ),
+    Verb(
+        verb="try",
+        effect="acts",
+        codes=(3, 4, 5, 7, 8),
+        output={"rehearsal": "records.rehearsals:RehearsalRecord"},
     ),
     Verb(
         verb="submit",
@@ -266,6 +280,12 @@ _TABLE = (
     Verb(verb="sandbox revive", effect="acts", codes=(5,)),
     Verb(verb="examples", effect="reads", codes=()),
     Verb(verb="explain", effect="reads", codes=(3,)),
+    Verb(
+        verb="adapters",
+        effect="reads",
+        codes=(3,),
+        output={"adapters": "spec.trainer:NamedAdapter[]"},
+    ),
     Verb(
         verb="data prepare",
         effect="writes",

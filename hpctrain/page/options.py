@@ -101,6 +101,19 @@ def set_option(function: Decorated) -> Decorated:
     )(function)
 
 
+def pace_options(function: Decorated) -> Decorated:
+    """Add the options that say how fast a trainer of its own is."""
+    like = click.option(
+        "--like",
+        type=RunName(),
+        help="With `trainer:` in the spec: the run that has measured its steps.  [default: the "
+        "last one with the same command]",
+    )
+    return click.option(
+        "--step-time", type=Seconds(), help="With `trainer:` in the spec: the time of a step."
+    )(like(function))
+
+
 def runs_option(function: Decorated) -> Decorated:
     return click.option(
         "--runs",

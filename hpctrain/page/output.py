@@ -62,9 +62,9 @@ def json_out(
     body = f'"schema_version": {SCHEMA_VERSION}'
     for name, part in {kind: content, **more}.items():
         if isinstance(part, BaseModel):
-            body += f', "{name}": {part.model_dump_json(indent=2)}'
+            body += f', "{name}": {part.model_dump_json(indent=2, by_alias=True)}'
         elif part is not None:
-            items = ",\n".join(item.model_dump_json(indent=2) for item in part)
+            items = ",\n".join(item.model_dump_json(indent=2, by_alias=True) for item in part)
             body += f', "{name}": [{items}]'
     click.echo(f"{{{body}}}")
 
