@@ -19,15 +19,25 @@ import pickletools
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from hpctrain.base import clock
 from hpctrain.checkpoints.discover import AUTO_DEEP_LIMIT_BYTES
-from hpctrain.checkpoints.publish import published_steps
-from hpctrain.records.manifest import DIGESTS_DIRECTORY, MANIFEST_NAME, checkpoint_name
-from hpctrain.spec.trainer import CompleteSpec, ForeignCheckpointSpec
+from hpctrain.checkpoints.publish import Fence, publish, published_steps, quarantined
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import (
+    DIGESTS_DIRECTORY,
+    MANIFEST_NAME,
+    Manifest,
+    checkpoint_name,
+    digest_file,
+    partial_name,
+)
+from hpctrain.spec.trainer import CompleteSpec, ForeignCheckpointSpec, TrainerSpec
 
 # A safetensors file begins with the length of its header in 8 bytes (format of safetensors); of
 # more than 100 MB the library itself reads none.
@@ -285,3 +295,62 @@ def unpublished(root: Path, found: list[Found]) -> list[Found]:
     """Select those that are newer than every published checkpoint, ascending."""
     newest = max(published_steps(root), default=-1)
     return [one for one in found if one.step > newest]
+
+
+# -- What a launch has left behind ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EndedLaunch:
+    """A launch that writes no more: its directory, its number, how many ranks it had, and the step
+    that it had resumed from (0: none)."""
+
+    output: Path
+    epoch: int
+    ranks: int
+    resume_step: int
+
+
+def publish_left(
+    run: RunLayout, epoch: int, trainer: TrainerSpec, launches: Iterable[EndedLaunch]
+) -> Iterator[str]:
+    """Publish complete checkpoints that earlier launches have left unpublished, oldest first.
+
+    An agent that was killed has left them. Their ranks write elsewhere than the next launch reads,
+    and what is complete is not written any more. What was given up stays so, with all that the same
+    launch has trained on from it. `epoch`: of the launch that begins. Yields a sentence about each
+    checkpoint. Raises OSError.
+    """
+    spec = trainer.checkpoint
+    if spec is None or not spec.complete.says_when:
+        return  # without a rule, nobody knows of what a failure has left
+    given_up = quarantined(run.checkpoints)
+    for launch in sorted(launches, key=lambda one: one.epoch):
+        for found in unpublished(run.checkpoints, find_checkpoints(launch.output, spec)):
+            if any(step <= found.step and launch.epoch <= by for step, by in given_up):
+                continue
+            if found.step <= launch.resume_step:
+                continue  # put there for it to resume from, and given up since
+            missing = what_is_missing(found, spec.complete, launch.output, launch.ranks)
+            if missing is not None:
+                yield f"{launch.output.name}/{found.path.name} is not complete: {missing}"
+                continue
+            partial = run.checkpoints / partial_name(found.step, epoch)
+            names = link_checkpoint(found, partial)
+            manifest = Manifest(
+                step=found.step,
+                epoch=epoch,
+                engine="trainer",
+                layout=layout_words(trainer, launch.ranks),
+                world_size=launch.ranks,
+                consumed_samples=None,
+                time=clock.now(),
+                files=tuple(digest_file(partial, name) for name in sorted(names)),
+            )
+            publish(run.checkpoints, manifest, Fence(epoch, lambda: current_epoch(run.epochs)))
+            yield f"published {found.path.name}, which {launch.output.name} had left complete"
+
+
+def layout_words(trainer: TrainerSpec, ranks: int) -> str:
+    """Describe who wrote a checkpoint, for its manifest."""
+    return f"{trainer.framework or 'trainer'} · {ranks} ranks"

@@ -23,13 +23,8 @@ from hpctrain.checkpoints.discover import (
     good_steps,
     select_for_resume,
 )
-from hpctrain.checkpoints.foreign import (
-    find_checkpoints,
-    link_checkpoint,
-    unpublished,
-    what_is_missing,
-)
-from hpctrain.checkpoints.publish import Fence, fence_off, publish, quarantined
+from hpctrain.checkpoints.foreign import EndedLaunch, publish_left
+from hpctrain.checkpoints.publish import fence_off
 from hpctrain.checkpoints.resume_shares import write_shares
 from hpctrain.engines.trainer import trainer_settings_of
 from hpctrain.judge.causes import Cause
@@ -47,11 +42,10 @@ from hpctrain.records.data_identity import (
     with_touched,
     write_identity,
 )
-from hpctrain.records.epochs import claim_epoch, current_epoch
+from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.known_steps import accepted_fresh_start, fresh_start_pending, known_steps
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.records.manifest import Manifest, digest_file, partial_name
 from hpctrain.records.requests import clear_stale_requests
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.speed_checks import SpeedCheck
@@ -124,7 +118,8 @@ class TrainerLauncher:
             changed = data_problem(context)
             if changed is not None:
                 return self._not_begun(changed)
-            publish_left_complete(context, self.epoch)
+            if context.config.launcher == "agent":
+                self.publish_left()
             start = self._select_checkpoint()
         except CheckpointError as error:
             reason = f"{error}; {error.hint}" if error.hint else str(error)
@@ -156,6 +151,26 @@ class TrainerLauncher:
         log_message(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
         self.commands.run_after(ended.evidence.lost_nodes if ended.evidence else nodes, time_limit)
         return ended
+
+    def publish_left(self) -> None:
+        """Publish what earlier launches of a trainer of one's own have left. Raises OSError."""
+        context, run = self.context, self.context.run_layout
+        settings = trainer_settings_of(run.train_config, run.train_config.read_bytes())
+        started = {
+            event.epoch: event
+            for event in context.ledger.events()
+            if event.event is EventKind.LAUNCH_STARTED
+        }
+        launches = []
+        for output in run.output.glob("launch-*"):
+            epoch = int(output.name.removeprefix("launch-"))
+            event = started.get(epoch)
+            nodes = event.launch_nodes if event is not None else None
+            ranks = (nodes or context.config.shapes[0].nodes) * settings.gpus_per_node
+            resumed = event.resume_step if event is not None else None
+            launches.append(EndedLaunch(output, epoch, ranks, resumed or 0))
+        for sentence in publish_left(run, self.epoch, settings.trainer, launches):
+            log_message(sentence)
 
     def _not_begun(self, verdict: Verdict) -> Ended:
         """Record a failure before srun as an ended launch, so that retry budgets count it."""
@@ -374,60 +389,6 @@ def image_identity(image: str) -> str:
     except OSError:
         return image
     return f"{path.name} ({digest.hexdigest()[:_DIGITS]})"
-
-
-# -- Publish what an earlier launch of a trainer of one's own has left complete ------------------
-
-
-def publish_left_complete(context: AttemptContext, epoch: int) -> None:
-    """Publish complete checkpoints of earlier launches that nobody has published, oldest first.
-
-    An agent that was killed has left them. Their ranks write elsewhere than the next launch reads,
-    and what is complete is not written any more. What was given up stays so, with all that the same
-    launch has trained on from it. Raises OSError.
-    """
-    run = context.run_layout
-    if context.config.launcher != "agent":
-        return
-    settings = trainer_settings_of(run.train_config, run.train_config.read_bytes())
-    spec = settings.trainer.checkpoint
-    if spec is None or not spec.complete.says_when:
-        return  # without a rule, nobody knows of what a failure has left
-    all_nodes = context.config.shapes[0].nodes
-    nodes_of = {
-        event.epoch: event.launch_nodes or all_nodes
-        for event in context.ledger.events()
-        if event.event is EventKind.LAUNCH_STARTED
-    }
-    given_up = quarantined(run.checkpoints)
-    started = (e for e in context.ledger.events() if e.event is EventKind.LAUNCH_STARTED)
-    resumed = {event.epoch: event.resume_step or 0 for event in started}
-    for directory in sorted(run.output.glob("launch-*")):
-        launch = int(directory.name.removeprefix("launch-"))
-        ranks = nodes_of.get(launch, all_nodes) * settings.gpus_per_node
-        for found in unpublished(run.checkpoints, find_checkpoints(directory, spec)):
-            if any(step <= found.step and launch <= by for step, by in given_up):
-                continue
-            if found.step <= resumed.get(launch, 0):
-                continue  # put there for it to resume from, and given up since
-            missing = what_is_missing(found, spec.complete, directory, ranks)
-            if missing is not None:
-                log_message(f"{directory.name}/{found.path.name} is not complete: {missing}")
-                continue
-            partial = run.checkpoints / partial_name(found.step, epoch)
-            names = link_checkpoint(found, partial)
-            manifest = Manifest(
-                step=found.step,
-                epoch=epoch,
-                engine="trainer",
-                layout=f"{settings.trainer.framework or 'trainer'} · {ranks} ranks",
-                world_size=ranks,
-                consumed_samples=None,
-                time=clock.now(),
-                files=tuple(digest_file(partial, name) for name in sorted(names)),
-            )
-            publish(run.checkpoints, manifest, Fence(epoch, lambda: current_epoch(run.epochs)))
-            log_message(f"published {found.path.name}, which {directory.name} had left complete")
 
 
 # -- Decide whether a run without a checkpoint may start at step 0 ------------------------------

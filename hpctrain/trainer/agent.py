@@ -29,7 +29,7 @@ from typing import Any
 from hpctrain.base.durable import append_line, make_private_directory, replace_link
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.checkpoints.discover import good_steps
-from hpctrain.checkpoints.foreign import own_name, put_back
+from hpctrain.checkpoints.foreign import layout_words, own_name, put_back
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.trainer import TrainerSettings, trainer_settings_of
 from hpctrain.records.exit_records import (
@@ -223,7 +223,7 @@ class Agent:
                 launch,
                 trainer.checkpoint,
                 ranks=self.place.world_size,
-                layout=f"{trainer.framework or 'trainer'} · {self.place.world_size} ranks",
+                layout=layout_words(trainer, self.place.world_size),
                 samples=lambda: self.recorder.samples,
             )
             self.publisher.start()

@@ -14,7 +14,7 @@ from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.manifest import checkpoint_name, read_manifest
-from hpctrain.supervise.srun_launch import publish_left_complete
+from hpctrain.supervise.srun_launch import TrainerLauncher
 
 
 @pytest.fixture
@@ -45,10 +45,11 @@ def publish_before(run: RunLayout, *started: Event) -> list[int]:
     epoch = claim_epoch(run.epochs, "test")
     context: Any = SimpleNamespace(
         run_layout=run,
-        config=SimpleNamespace(shapes=(SimpleNamespace(nodes=1),), launcher="agent"),
+        config=SimpleNamespace(shapes=(SimpleNamespace(nodes=1),)),
         ledger=SimpleNamespace(events=lambda: started),
     )
-    publish_left_complete(context, epoch)
+    launcher: Any = SimpleNamespace(context=context, epoch=epoch)
+    TrainerLauncher.publish_left(launcher)
     return published_steps(run.checkpoints)
 
 
