@@ -30,7 +30,7 @@ from hpctrain.records.run_records import (
     read_saves,
 )
 from hpctrain.train.engines.megatron_lm.program_hooks import measure_steps, patch_on_import
-from hpctrain.train.saving import program_saves
+from hpctrain.train.saving import program_saves, publication
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def lm(tmp_path: Path) -> Callable[..., LmTrial]:
 
 
 def test_a_run_to_its_end(lm: Callable[..., LmTrial], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_saves, "_RETIRE_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(publication, "_RETIRE_SECONDS", LIMIT_SECONDS)
     made = lm(keep_checkpoints=2)
     assert made.train() == [TrainerExit.DONE, TrainerExit.DONE]
     assert made.good == [6, 4], "retention keeps two"

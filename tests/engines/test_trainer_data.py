@@ -18,7 +18,7 @@ from trial_runs import (
     Trial,
     assert_resumes_exactly,
     largest_difference,
-    retire_in_turn,
+    retire_patiently,
     trained,
     wrap,
 )
@@ -233,7 +233,7 @@ def test_as_if_the_data_had_been_advanced(trial: MakeTrial) -> None:
 def test_the_last_checkpoint_before_left_out_data_stays(trial: MakeTrial) -> None:
     kept = trial(save_interval_steps=1, keep_checkpoints=1)
     _skip(kept, (24, 32))
-    assert kept.train(prepare=retire_in_turn) == [0]
+    assert kept.train(prepare=retire_patiently) == [0]
     assert published_steps(kept.run.checkpoints) == [3, 6]
 
 

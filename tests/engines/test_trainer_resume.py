@@ -31,7 +31,7 @@ from trial_runs import (
     assert_near,
     assert_resumes_exactly,
     largest_difference,
-    retire_in_turn,
+    retire_patiently,
     trained,
 )
 from variants import varied
@@ -172,7 +172,7 @@ KEPT: dict[str, tuple[dict[str, Any], list[int]]] = {
 def test_checkpoints_that_are_saved_and_kept(name: str, trial: MakeTrial) -> None:
     settings, steps = KEPT[name]
     kept = trial(**settings)
-    assert set(kept.train(prepare=retire_in_turn)) == {0}
+    assert set(kept.train(prepare=retire_patiently)) == {0}
     assert published_steps(kept.run.checkpoints) == steps
 
 

@@ -305,18 +305,11 @@ def keep_quietest_window() -> None:
             real(self, times)
 
 
-def retire_in_turn() -> None:
-    """A `prepare`: each deletion of old checkpoints waits for the earlier one, which it would leave
-    alone, and the end of the launch waits for the last one."""
-    from hpctrain.train.saving import saver
+def retire_patiently() -> None:
+    """A `prepare`: the end of a launch waits for the last deletion of old checkpoints."""
+    from hpctrain.train.saving import publication
 
-    @wrap(saver.Publisher, "_retire_old")
-    def retire_old(real: Any, self: Any) -> None:
-        with self._retiring:
-            pass
-        real(self)
-
-    saver._RETIRE_SECONDS = LIMIT_SECONDS
+    publication._RETIRE_SECONDS = LIMIT_SECONDS
 
 
 @functools.cache

@@ -15,10 +15,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoints.foreign import Found, Sizes
-from hpctrain.checkpoints.publish import Retention, publish
 from hpctrain.records.exit_records import rank_0_has_exited
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import (
@@ -26,17 +26,15 @@ from hpctrain.records.manifest import (
     MANIFEST_NAME,
     FileDigest,
     Manifest,
-    checkpoint_name,
     digest_file,
     partial_name,
     read_rank_digests,
-    remove_rank_digests,
     write_rank_digests,
 )
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.report import RecordFile
-from hpctrain.train.saving.save_interval import save_record, steps_to_evaluate
-from hpctrain.train.storage import fence_of, outlast, stale_or
+from hpctrain.train.saving.publication import Publication, save_record
+from hpctrain.train.storage import outlast, stale_or
 
 # Upper limit for the polls of the shared directory by all processes together.
 _POLLS_PER_SECOND = 200.0
@@ -44,8 +42,6 @@ _SHORTEST_POLL_SECONDS = 0.5
 # The first process computes the digests of others itself after so long without a new one.
 _DIGEST_TIMEOUT_SECONDS = 120.0
 _DIGEST_TIMEOUT_AFTER_FAILURE_SECONDS = 5.0
-# How long the end of a launch waits for old checkpoints to be deleted; the next launch continues.
-_RETIRE_SECONDS = 10.0
 
 
 def poll_seconds(world_size: int) -> float:
@@ -79,15 +75,14 @@ class SavePublisher(ABC):
         self.is_saving = False
         self.began_at: dict[int, float] = {}
         self.stall_seconds: dict[int, float] = {}
-        self._keep, self._keep_every_steps, self._alarm = keep, keep_every_steps, alarm
+        self._alarm = alarm
+        self._publication = Publication(run, launch, keep=keep, keep_every_steps=keep_every_steps)
         self._rows = RecordFile(run, run.saves)
-        self._retention = Retention(run.checkpoints)
         self._digested: set[str] = set()
         self._seen: dict[Path, Sizes] = {}
         self._digest_timeout_seconds = _DIGEST_TIMEOUT_SECONDS
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="saves", daemon=True)
-        self._retiring: threading.Thread | None = None
 
     # -- what differs between programs -------------------------------------------------------
 
@@ -142,8 +137,7 @@ class SavePublisher(ABC):
             time.sleep(_SHORTEST_POLL_SECONDS)
         if self.launch.leads:
             self._rows.close()
-            if self._retiring is not None:
-                self._retiring.join(_RETIRE_SECONDS)
+            self._publication.join()
         return not self.is_pending()
 
     def abandon(self) -> None:
@@ -186,33 +180,14 @@ class SavePublisher(ABC):
 
     def _publish(self, step: int, directory: Path) -> None:
         """Publish a save that has its partial name, with retries: no later poll may find it."""
-        run, launch = self.run, self.launch
-        manifest = outlast(run, lambda: self.manifest(step, self._digests(directory)))
-        outlast(run, lambda: publish(run.checkpoints, manifest, fence_of(run, launch)))
+        make = partial(outlast, self.run, lambda: self.manifest(step, self._digests(directory)))
+        manifest = self._publication.publish(make)
         self.newest = step
         now = time.monotonic()
         publish_seconds = now - self.began_at.pop(step, now)  # 0 if nobody knows when it began
         stall_seconds = self.stall_seconds.pop(step, None)
         self._rows.append(save_record(manifest, stall_seconds, publish_seconds))
-
-        def retire_old(earlier: threading.Thread | None) -> None:
-            """Delete digests of ranks and old checkpoints, after what an earlier save deletes.
-
-            It takes seconds on a shared file system, in which the next save must be noticed.
-            """
-            if earlier is not None:
-                earlier.join()
-            remove_rank_digests(run.checkpoints / checkpoint_name(step))
-            try:
-                pinned = launch.pinned_steps | steps_to_evaluate(run)
-            except OSError:
-                return  # left to the next checkpoint
-            self._retention.retire(self._keep, self._keep_every_steps, pinned)
-
-        self._retiring = threading.Thread(
-            target=retire_old, args=(self._retiring,), name="retire", daemon=True
-        )
-        self._retiring.start()
+        self._publication.retire(step)
 
     def _digests(self, directory: Path) -> dict[FileDigest, int]:
         """Digest all files, each with its owner: one's own, those of others, and missing ones.

@@ -1,7 +1,7 @@
-"""Decide when a time-based save is due, and which checkpoints evaluation jobs still need.
+"""Decide when a time-based save is due.
 
 Does not belong here: saves by steps and on request (see `loop`), the formula (see
-`hpctrain.plan.forecast.intervals`), deleting checkpoints (`hpctrain.checkpoints.publish`).
+`hpctrain.plan.forecast.intervals`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,8 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from hpctrain.base.formats import NewerFormatError
-from hpctrain.checkpoints.discover import saving_epochs
-from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
-from hpctrain.records.evaluations import needed_steps
-from hpctrain.records.layout import RunLayout
-from hpctrain.records.manifest import Manifest
 from hpctrain.records.run_records import SaveRecord
 
 # The first save of a launch is slower, and a busy file system slows single saves.
@@ -65,39 +59,3 @@ class SaveInterval:
 
     def published(self, save: SaveRecord) -> None:
         self._saves.append(save)
-
-
-def save_record(
-    manifest: Manifest, stall_seconds: float | None, publish_seconds: float
-) -> SaveRecord:
-    """Make the record of a published checkpoint."""
-    return SaveRecord(
-        step=manifest.step,
-        epoch=manifest.epoch,
-        time=manifest.time,
-        stall_seconds=stall_seconds,
-        publish_seconds=publish_seconds,
-        size_bytes=manifest.total_bytes,
-    )
-
-
-# -- Find the checkpoints that evaluation jobs still need, so that retention leaves them ---------
-
-
-def steps_to_evaluate(run: RunLayout) -> set[int]:
-    """List the steps whose evaluations have no result yet; all where that cannot be read.
-
-    Raises OSError where not even the checkpoints can be listed.
-    """
-    try:
-        run.evaluation_config.stat()  # `exists` would take any error for an absence
-    except FileNotFoundError:
-        return set()
-    except OSError:
-        return set(published_steps(run.checkpoints))
-    try:
-        epochs = saving_epochs(run.checkpoints)
-        unread = {step for step, epoch in epochs.items() if epoch is None}
-        return needed_steps(run, epochs) | unread
-    except (OSError, NewerFormatError):
-        return set(published_steps(run.checkpoints))

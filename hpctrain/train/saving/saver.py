@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
-from hpctrain.checkpoints.publish import (
-    Retention,
-    StaleEpochError,
-    publish,
-    published_steps,
-)
+from hpctrain.checkpoints.publish import StaleEpochError, published_steps
 from hpctrain.records.manifest import (
     Manifest,
     checkpoint_name,
@@ -33,7 +28,6 @@ from hpctrain.records.manifest import (
     read_manifest,
     read_rank_digests,
     read_writers,
-    remove_rank_digests,
 )
 from hpctrain.records.run_records import SaveRecord
 from hpctrain.train import storage
@@ -41,7 +35,7 @@ from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
 from hpctrain.train.job import Job
-from hpctrain.train.saving.save_interval import save_record, steps_to_evaluate
+from hpctrain.train.saving.publication import Publication, save_record
 from hpctrain.train.saving.writer import open_writer
 from hpctrain.train.step_agreement import Control, WriterState
 from hpctrain.train.storage import (
@@ -49,11 +43,9 @@ from hpctrain.train.storage import (
     NoSpaceError,
     check_room,
     exhausted,
-    fence_of,
     is_away,
     lost_in,
     newest_size,
-    outlast,
     stale_or,
 )
 
@@ -329,14 +321,9 @@ class Saver:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-# -- Publish a written checkpoint in a thread of rank 0: manifest, fenced rename, retention -----
-# Flushing the files of hundreds of ranks and deleting an old checkpoint take seconds on a shared
-# file system, so a thread does it beside training. The other ranks learn the result from rank 0's
-# vote.
-
-
-# How long the end of a launch waits for the deletion of old checkpoints, which may stay incomplete.
-_RETIRE_SECONDS = 10.0
+# -- Publish a written checkpoint in a thread of rank 0 ------------------------------------------
+# Flushing the files of hundreds of ranks takes seconds on a shared file system, so a thread does it
+# beside training. The other ranks learn the result from rank 0's vote.
 
 
 class Publisher:
@@ -346,9 +333,13 @@ class Publisher:
         self._job = job
         self._form = form
         self._skips = skips
-        self._thread: threading.Thread | None = None
-        self._retiring = threading.Lock()
-        self._retention = Retention(job.run.checkpoints)
+        self._publication = Publication(
+            job.run,
+            job.launch,
+            keep=job.config.keep_checkpoints,
+            keep_every_steps=job.config.keep_every_steps,
+            pinned=self._before_skips,
+        )
         self.state = WriterState.FINISHED
         self.problem: HpctrainError | None = None
         self.published: Manifest | None = None
@@ -357,38 +348,28 @@ class Publisher:
     def start(self, position: Position, directory: Path) -> None:
         """Start to publish the files in `directory`."""
         self.state, self.problem, self.published = WriterState.RUNNING, None, None
-        self._thread = threading.Thread(
+        threading.Thread(
             target=self._publish, args=(position, directory), name="publisher", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     def join(self) -> None:
         """Wait for the deletion of old checkpoints, for a limited time."""
-        if self._thread is not None:
-            self._thread.join(_RETIRE_SECONDS)
+        self._publication.join()
 
     def _publish(self, position: Position, directory: Path) -> None:
         """Publish in the thread; sets `published` or `problem`, and `state` last."""
-        job, manifests = self._job, list[Manifest]()
-
-        def publish_once() -> None:
-            if not manifests:
-                manifests.append(self._manifest(position, directory))
-            publish(job.run.checkpoints, manifests[0], fence_of(job.run, job.launch))
-
+        job = self._job
         try:
-            outlast(job.run, publish_once)
+            manifest = self._publication.publish(lambda: self._manifest(position, directory))
         except Exception as raised:
             # All ranks raise the problem; they learn of it by the state, so it is set first.
             self.problem = save_error(stale_or(raised, job.run, job.launch))
             full = isinstance(self.problem, NoSpaceError)
             self.state = WriterState.NO_SPACE if full else WriterState.FAILED
             return
-        self.published, self.published_at = manifests[0], time.monotonic()
+        self.published, self.published_at = manifest, time.monotonic()
+        self._publication.retire(position.step)
         self.state = WriterState.FINISHED
-        remove_rank_digests(job.run.checkpoints / checkpoint_name(position.step))
-        with contextlib.suppress(OSError):  # left to the next checkpoint
-            self._retire_old()
 
     def _manifest(self, position: Position, directory: Path) -> Manifest:
         shards = read_rank_digests(directory)
@@ -403,22 +384,11 @@ class Publisher:
             position.step, position.consumed_samples, files, self._form.library_version
         )
 
-    def _retire_old(self) -> None:
-        """Delete old checkpoints, unless an earlier deletion is still running.
-
-        Kept are those pinned by the launcher, those that are still to be evaluated, and the last
-        one before each range of skipped data.
-        """
-        if not self._retiring.acquire(blocking=False):
-            return
-        try:
-            config, root = self._job.config, self._job.run.checkpoints
-            pinned = set(self._job.launch.pinned_steps) | steps_to_evaluate(self._job.run)
-            if self._skips.skips:
-                steps = published_steps(root)
-                manifests = [read_manifest(root / checkpoint_name(step)) for step in steps]
-                consumed = {m.step: m.consumed_samples or 0 for m in manifests if m is not None}
-                pinned |= self._skips.pinned(consumed)
-            self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
-        finally:
-            self._retiring.release()
+    def _before_skips(self) -> set[int]:
+        """Find the last checkpoint before each range of skipped data, which stays."""
+        if not self._skips.skips:
+            return set()
+        root = self._job.run.checkpoints
+        manifests = [read_manifest(root / checkpoint_name(step)) for step in published_steps(root)]
+        consumed = {m.step: m.consumed_samples or 0 for m in manifests if m is not None}
+        return set(self._skips.pinned(consumed))

@@ -49,7 +49,8 @@ from hpctrain.train.faults import BadCheckpointError
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.report import Reporter, StepResult
-from hpctrain.train.saving.save_interval import SaveInterval, save_record, steps_to_evaluate
+from hpctrain.train.saving.publication import save_record, steps_to_evaluate
+from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.stacks import open_stack_dump
 from hpctrain.train.stand_in.node import Tree, accept
 from hpctrain.train.stand_in.rank import (

@@ -19,7 +19,7 @@ from hpctrain.records.manifest import FileDigest, digest_file
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 from hpctrain.train.saving import digest_check
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
-from hpctrain.train.saving.save_interval import steps_to_evaluate
+from hpctrain.train.saving.publication import steps_to_evaluate
 from hpctrain.train.saving.saver import save_error
 from hpctrain.train.storage import NoSpaceError
 
