@@ -87,6 +87,7 @@ class Reporter:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._writes = self._logs = job.launch.leads
         self._metrics = RecordFile(job.run, job.run.metrics)
         self._saves = RecordFile(job.run, job.run.saves)
         self._phase: Phase = "starting"
@@ -118,7 +119,7 @@ class Reporter:
     def finished_step(self, result: StepResult, evaluation: Evaluation | None) -> None:
         """Record one step: a metrics row, sometimes progress, sometimes a log line."""
         self._step, self._last = result.step, result
-        if not self._job.launch.leads:
+        if not self._writes:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
         self._metrics.append(metrics)
@@ -142,7 +143,7 @@ class Reporter:
 
     def made_up_evaluation(self, evaluation: Evaluation) -> None:
         """Record the evaluation of the resumed step, which an earlier launch trained."""
-        if not self._job.launch.leads:
+        if not self._writes:
             return
         metrics = EvaluationMetrics(
             step=self._step,
@@ -184,7 +185,7 @@ class Reporter:
 
     def log(self, event: str, **values: object) -> None:
         """Print one `key=value` line on stdout."""
-        if not self._job.launch.leads:
+        if not self._logs:
             return
         pairs = [f"event={event}"]
         for name, value in values.items():
@@ -193,7 +194,7 @@ class Reporter:
         print(" ".join(pairs), flush=True)
 
     def _write_progress(self) -> None:
-        if not self._job.launch.leads:
+        if not self._writes:
             return
         self._written_at = time.monotonic()
         progress = progress_of(

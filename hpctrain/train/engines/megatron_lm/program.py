@@ -26,7 +26,7 @@ from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, publish
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
 from hpctrain.records.run_records import Outcome
 from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
-from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter, write_progress
+from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter
 from hpctrain.train.engines.megatron_lm.program_hooks import (
     StopForwarder,
     StopHooks,
@@ -62,13 +62,14 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
         hint = "set `engine.checkout` to a directory that every node, and the container, sees"
         missing = Problem("no such program", str(program), hint=hint, node_dependent=True)
         raise InvalidInputError([missing])
+    reporter = LogReporter(job)
     if job.launch.leads:
         # The tracker names the checkpoint to resume, because Megatron-LM's own tools read it.
         if resume_step:
             point_tracker_to(job.run.checkpoints, resume_step)
         else:
             (job.run.checkpoints / TRACKER_NAME).unlink(missing_ok=True)
-        write_progress(job, "loading" if resume_step else "starting", resume_step)
+        reporter.phase("loading" if resume_step else "starting")
     _prepare_environment(config, job.launch)
     from hpctrain.train.software_agreement import agree_on_software  # imports torch
 
@@ -87,10 +88,12 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
     publisher.start()
     try:
         try:
-            _execute(job, status, publisher, program, command_line, resume_step)
+            _execute(job, status, publisher, reporter, program, command_line)
         except SystemExit:
             publisher.finish()  # all ranks exit together, and the last checkpoint is to be resumed
             raise
+        if job.launch.leads:
+            reporter.phase("leaving", publisher.newest_step or resume_step)
         return _outcome(job, publisher, resume_step)
     except SystemExit:
         raise
@@ -136,22 +139,18 @@ def _execute(
     job: Job,
     status: Keeper,
     publisher: CheckpointPublisher,
+    reporter: LogReporter,
     program: Path,
     command_line: tuple[str, ...],
-    resume_step: int,
 ) -> None:
     """Run the program in this process until it ends by itself or on request."""
     launch = job.launch
-    prints_steps = launch.rank == launch.world_size - 1  # utils.py, print_rank_last
-    assert isinstance(job.config, MegatronLmConfig)
-    reporter = LogReporter(job, job.config, resume_step) if prints_steps else None
-    if reporter is not None:
-        status.step = lambda: reporter.step
+    status.step = lambda: reporter.step
 
     def handle_line(line: str) -> bool:
         if launch.leads:
             publisher.handle_line(line)
-        return reporter is None or reporter.handle_line(line)
+        return not reporter.hears or reporter.handle_line(line)
 
     sys.argv = [str(program), *command_line]
     gc.enable()  # `hpctrain.train.__main__` has disabled it for the start
@@ -178,7 +177,7 @@ def _execute(
         complete_files(),
         hooks.installed(),
         measure_steps(job),
-        patch_on_import({"megatron.training.checkpointing": _load_recorder(status, resume_step)}),
+        patch_on_import({"megatron.training.checkpointing": _load_recorder(status, launch)}),
     ):
         try:
             runpy.run_path(str(program), run_name="__main__")
@@ -186,15 +185,14 @@ def _execute(
             if error.code not in (0, None):
                 raise
         finally:
-            if reporter is not None:
-                reporter.close()
+            reporter.close()
             # The saver's queue and the data loader's workers are processes that would outlive a
             # rank which exits without Python's own cleanup (`hpctrain.train.stop.leave`).
             for child in multiprocessing.active_children():
                 child.kill()
 
 
-def _load_recorder(status: Keeper, resume_step: int) -> Callable[[ModuleType], None]:
+def _load_recorder(status: Keeper, launch: Launch) -> Callable[[ModuleType], None]:
     """Return a patch that records in `status` when the program is loading the checkpoint.
 
     A fork without the function `load_checkpoint` loads as before.
@@ -202,12 +200,12 @@ def _load_recorder(status: Keeper, resume_step: int) -> Callable[[ModuleType], N
 
     def patch(module: ModuleType) -> None:
         load = getattr(module, "load_checkpoint", None)
-        if load is None or not resume_step:
+        if load is None or not launch.resume_step:
             return
 
         @functools.wraps(load)
         def load_recorded(*arguments: Any, **keywords: Any) -> Any:
-            status.loading_step = resume_step  # stays set if this raises
+            status.loading_step = launch.resume_step  # stays set if this raises
             loaded = load(*arguments, **keywords)
             status.loading_step = None
             return loaded
@@ -225,8 +223,6 @@ def _outcome(job: Job, publisher: CheckpointPublisher, resume_step: int) -> tupl
 
     Megatron-LM exits with 0 both when it has finished and when it was stopped on request.
     """
-    if job.launch.leads:
-        write_progress(job, "leaving", publisher.newest_step or resume_step)
     publisher.finish()
     outlast(job.run, job.run.require)
     steps = published_steps(job.run.checkpoints)
