@@ -45,6 +45,11 @@ _SRUN_SILENT_SECONDS = 75.0
 # ... and what it waits for (remains of an earlier step, a restarting controller) takes minutes.
 _SRUN_WAITS_SECONDS = 300.0
 LAUNCHING = "launching"
+# The phase of a stall where output and files show life. What a rank of another node has printed or
+# written is seen by the leading agent late: for its looks, and for attributes that an NFS client
+# keeps for a minute (nfs(5), `acregmax`).
+RUNNING = "running"
+_SEEN_LATE_SHARE = 0.1
 _STARTUP = frozenset({"starting", "loading"})
 # Phases with the limit of a step; all others have that of a start.
 _BEATING = frozenset({"training", "serving", "draining"})
@@ -56,6 +61,11 @@ class StallLimits:
     def __init__(self, config: SuperviseConfig) -> None:
         self._config = config
         self._silences: dict[str, deque[float]] = {}
+
+    @property
+    def of_output(self) -> bool:
+        """Whether output and files show life, because the trainer tells no steps."""
+        return self._config.life == "output"
 
     def observe(self, phase: str, silent_seconds: float) -> None:
         """Record a silence in `phase` that ended by itself."""
@@ -101,7 +111,7 @@ class SilenceMonitor:
         # only when it is back.
         self._absent_until = now
         self._unseen_seconds = 0.0
-        self._steps_seen = 0
+        self._steps_seen = self._signs_seen = 0
 
     @property
     def in_startup(self) -> bool:
@@ -119,6 +129,7 @@ class SilenceMonitor:
         if typical:
             self._limits.observe(self._phase, longest_seconds)
         self.started = True
+        self._signs_seen += 1
         self._phase, self._step, self._at = phase, step, now
         self._unseen_seconds = 0.0
 
@@ -157,6 +168,8 @@ class SilenceMonitor:
             limit_seconds = max(self._limits.cap("starting"), least)
         if silent_seconds <= limit_seconds:
             return None
+        if phase == "training" and self._limits.of_output:
+            phase = RUNNING
         return Stall(phase, silent_seconds, limit_seconds)
 
     def is_late(self, now: float) -> bool:
@@ -167,6 +180,14 @@ class SilenceMonitor:
         limits = self._limits
         if self._phase != "training":
             return limits.limit(self._phase)
+        if limits.of_output:
+            limit_seconds = limits.cap("training") * (1 + _SEEN_LATE_SHARE)
+            # the first sign is the agent's own: until the next the trainer starts
+            return (
+                limit_seconds
+                if self._signs_seen > 1
+                else max(limit_seconds, limits.cap("starting"))
+            )
         if self._step <= self._resume_step:
             return limits.cap("starting")
         learned = self._steps_seen >= _LEAST_SEEN
