@@ -365,7 +365,7 @@ class FileChanges:
 
 
 def _marks_below(root: Path) -> Iterator[int]:
-    """Yield a number for each entry below a directory, which is another one when that changes."""
+    """Yield a number for each file below a directory, which is another one when that changes."""
     directories = [str(root)]
     while directories:
         with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
@@ -374,7 +374,7 @@ def _marks_below(root: Path) -> Iterator[int]:
                     found = entry.stat(follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
                         directories.append(entry.path)
-                    yield hash((found.st_ino, found.st_size, found.st_mtime_ns))
+                    yield hash((entry.name, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 def wrong_start(first_step: int | None, row_steps: list[int], resume_step: int) -> str | None:

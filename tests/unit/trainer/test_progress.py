@@ -165,7 +165,8 @@ def run(tmp_path: Path) -> RunLayout:
 
 
 def recorder(run: RunLayout, resume_step: int = 0, **more: bool) -> Recorder:
-    return Recorder(run, 1, resume_step, 100, tells=more.get("tells", True))
+    tells = more.get("tells", True)
+    return Recorder(run, 1, resume_step, 100, tells=tells, beats=not tells)
 
 
 def test_what_was_not_reported_stays_unknown(run: RunLayout) -> None:
