@@ -111,12 +111,13 @@ class SilenceMonitor:
         # only when it is back.
         self._absent_until = now
         self._unseen_seconds = 0.0
-        self._steps_seen = self._signs_seen = 0
+        self._steps_seen = 0
 
     @property
     def in_startup(self) -> bool:
         """True until a sign shows that the start is over, so that no step has been trained."""
-        return not self.started or self._phase in _STARTUP
+        is_start = self._phase in _STARTUP and not self._limits.of_output  # it may train silently
+        return not self.started or is_start
 
     def sign(self, phase: str, step: int, step_seconds: float | None, now: float) -> None:
         """Record a new sign of life of the trainer at the time `now`."""
@@ -129,7 +130,6 @@ class SilenceMonitor:
         if typical:
             self._limits.observe(self._phase, longest_seconds)
         self.started = True
-        self._signs_seen += 1
         self._phase, self._step, self._at = phase, step, now
         self._unseen_seconds = 0.0
 
@@ -178,16 +178,12 @@ class SilenceMonitor:
 
     def _limit_seconds(self, save_in_flight: bool) -> float:
         limits = self._limits
+        if limits.of_output and self._phase in ("training", *_STARTUP):
+            silence_seconds = limits.cap("training") * (1 + _SEEN_LATE_SHARE)
+            is_start = self._phase != "training"
+            return max(silence_seconds, limits.limit(self._phase)) if is_start else silence_seconds
         if self._phase != "training":
             return limits.limit(self._phase)
-        if limits.of_output:
-            limit_seconds = limits.cap("training") * (1 + _SEEN_LATE_SHARE)
-            # the first sign is the agent's own: until the next the trainer starts
-            return (
-                limit_seconds
-                if self._signs_seen > 1
-                else max(limit_seconds, limits.cap("starting"))
-            )
         if self._step <= self._resume_step:
             return limits.cap("starting")
         learned = self._steps_seen >= _LEAST_SEEN

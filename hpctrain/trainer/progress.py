@@ -208,14 +208,15 @@ class Recorder:
         self.row_steps: list[int] = []  # the first ones, by which a wrong start is seen
         self.loss: float | None = None
         self.samples: int | None = None
-        self._run, self._epoch, self._target, self._beats = run, epoch, target_step, beats
+        self._run, self._epoch, self._target = run, epoch, target_step
+        self._tells, self._beats = tells, beats
         self._resume_step = resume_step
         self._rows = RecordFile(run, run.metrics)
         self._row_step = resume_step
         self._seen_at: float | None = None
         self._step_seconds: float | None = None
         starting: Phase = "loading" if resume_step else "starting"
-        self._phase: Phase = starting if tells else "training"
+        self._phase: Phase = "training" if beats else starting
         self._active, self._active_at = True, time.monotonic()
         self._written_at = -math.inf
 
@@ -226,6 +227,8 @@ class Recorder:
     def sign(self) -> None:
         """Note that the trainer has done something: printed a line, written a file."""
         self._active, self._active_at = True, time.monotonic()
+        if not self._tells and self._phase in ("starting", "loading"):
+            self._phase = "training"  # nothing else will show it
 
     @property
     def silent_seconds(self) -> float:
