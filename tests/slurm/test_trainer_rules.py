@@ -134,6 +134,7 @@ output, place = sys.argv[1:]
 if os.path.exists(place + "/quiet"):
     open(output + "/final", "w").close()
     sys.exit()
+print("begins", flush=True)
 while True:
     time.sleep(0.2)
     if os.environ["RANK"] == "1" and not os.path.exists(place + "/quiet"):
@@ -159,6 +160,6 @@ def test_a_trainer_of_level_0_that_stands_still_is_started_again(
     (tmp_path / "quiet").touch()
     row = run.wait_till_over()
     assert row.state is RunState.DONE, run.logs()
-    assert run.causes == ["hang", "done"] and run.attempts == 1
+    assert run.causes == ["hang", "done"] and run.attempts == 1, run.logs()
     reason = run.events(EventKind.LAUNCH_ENDED)[0].reason or ""
     assert reason.startswith("no line of output and no file changed in `output/` for 1"), reason
