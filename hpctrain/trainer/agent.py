@@ -113,7 +113,7 @@ _LONGEST_HOME = 70
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-# What agents of other nodes have heard, as `Agent._pass_on` writes it.
+# What agents of other nodes have heard, in `Agent._reports`.
 _OTHER_NODES = ProgressSource(
     jsonl=".reports-*.jsonl",
     step="step",
@@ -407,7 +407,9 @@ class Agent:
             heard, self._heard = self._heard, []
         messages = list(self.talk.messages()) if self.talk is not None else []
         if not self.launch.leads:
-            self._pass_on(heard)
+            for values in heard:  # the leading agent writes them
+                with contextlib.suppress(OSError):
+                    append_line(self._reports, json.dumps(values), mode=0o600, durable=False)
             return
         for values in heard:
             self.recorder.report(values)
@@ -426,14 +428,9 @@ class Agent:
             elif kind == "times":
                 self.recorder.times(**message)
 
-    def _pass_on(self, heard: list[Values]) -> None:
-        """Hand what ranks of this node have reported to the leading agent, which writes it."""
-        for values in heard:
-            with contextlib.suppress(OSError):
-                append_line(self._reports, json.dumps(values), mode=0o600, durable=False)
-
     @property
     def _reports(self) -> Path:
+        """The file by which this agent passes on to the leading one what it hears."""
         return self.output / f".reports-{self.place.node_rank}.jsonl"
 
     def _follow_life(self, changes: FileChanges) -> None:
