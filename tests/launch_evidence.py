@@ -187,7 +187,8 @@ def told(row: Mapping[str, Any], lines: Mapping[str, str]) -> LaunchEvidence:
         given["job"] = job(**state) if isinstance(state, dict) else job(state)
     if (silence := given.pop("stall", None)) is not None:
         odd = tuple(OddRank(*one) for one in silence.pop("odd", ()))
-        given["stall"] = Stall("training", 301.0, 300.0, odd)
+        seconds = silence.pop("seconds", 301.0)
+        given["stall"] = Stall(silence.pop("phase", "training"), seconds, 300.0, odd)
     return story.evidence(
         **{name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}
     )

@@ -174,6 +174,8 @@ def checks_of(
 # Lines of `trainer_lines` that are no findings, and how they begin in the list.
 _OF_A_TRAINER: tuple[tuple[str, State, str], ...] = (
     ("Next", "limited", "next is"),
+    ("Hangs", "works", "hangs are noticed"),
+    ("Unseen", "limited", "unseen are"),
     ("Done", "works", "done"),
     ("First", "works", "the first launch runs"),
     ("Later", "works", "later ones run"),

@@ -59,7 +59,6 @@ def supervise_config(
         continuation=profile.continuation,
         continuation_jobs=profile.continuation_jobs,
         failures_without_progress=supervise.failures_without_progress,
-        stall_seconds=float(supervise.stall),
         setup_stall_seconds=float(supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
         poll_seconds=float(profile.limits.poll),
@@ -84,7 +83,7 @@ def supervise_config(
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         notify=notify_settings(job.notify),
         commands=command_settings(job),
-        **own,
+        **({"stall_seconds": float(supervise.stall)} | own),
     )
 
 

@@ -210,7 +210,7 @@ def prepare_trainer(
         *registry_warnings(container, plan.nodes.nodes),
     )
     script = trainer_script(job, facts)
-    checkpoint = document.trainer.checkpoint
+    checkpoint, silence = document.trainer.checkpoint, document.trainer.silence
     return PreparedTrainerRun(
         spec=spec,
         profile=profile,
@@ -226,6 +226,7 @@ def prepare_trainer(
             launcher="agent",
             warning_seconds=float(warning_seconds(job)),
             verify=checkpoint.verify if checkpoint is not None else "auto",
+            **({} if silence is None else {"life": "output", "stall_seconds": float(silence)}),
         ),
         script=rendered(script, templates),
         facts=facts,
@@ -359,6 +360,11 @@ def supervision_lines(trainer: TrainerSpec) -> Iterator[tuple[str, str]]:
     if trainer.level + 1 < len(LEVELS):
         level = LEVELS[trainer.level + 1]
         yield "Next", f"level {level.number} (`{level.field}`): {level.gives}"
+    if trainer.silence is not None:
+        for_long = short_duration(float(trainer.silence))
+        yield "Hangs", f"after {for_long} without a line or a changed file (`trainer.silence`)"
+    elif not trainer.tells_steps:
+        yield "Unseen", "hangs: it tells no steps, and `trainer.silence` is not set"
     done = trainer.done
     if done.step is None:
         yield "Done", f"when it exits with 0 and has written {done.file}"

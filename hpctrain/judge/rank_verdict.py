@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+from hpctrain.base.units import short_duration
 from hpctrain.judge.blame import is_singular
 from hpctrain.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.judge.documents import (
@@ -27,7 +28,7 @@ from hpctrain.judge.documents import (
 )
 from hpctrain.judge.external_verdict import failed_nodes, noticed
 from hpctrain.judge.root_causes import AGENT, NEVER, candidates, fingerprint, own_crashes
-from hpctrain.judge.silence_limits import LAUNCHING
+from hpctrain.judge.silence_limits import LAUNCHING, RUNNING
 from hpctrain.judge.slow_nodes import by_speed
 from hpctrain.records.run_records import ExitRecord, TrainerExit
 from hpctrain.slurm.messages import LaunchProblem, TaskFailure
@@ -289,6 +290,11 @@ def _hang(evidence: LaunchEvidence) -> Verdict | None:
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
     )
+    if stall.phase == RUNNING:
+        reason = (
+            "no line of output and no file changed in `output/` for "
+            f"{short_duration(stall.silent_seconds)} (limit: `trainer.silence`)"
+        )
     explaining = [finding for finding in _cascading(evidence) if finding.cause in _CAN_BLOCK]
     if not stall.odd:
         if explaining:  # no rank stands out, but storage or a link was away

@@ -45,6 +45,11 @@ _SRUN_SILENT_SECONDS = 75.0
 # ... and what it waits for (remains of an earlier step, a restarting controller) takes minutes.
 _SRUN_WAITS_SECONDS = 300.0
 LAUNCHING = "launching"
+# The phase of a stall where output and files show life. What a rank of another node has printed or
+# written is seen by the leading agent late: for its looks, and for attributes that an NFS client
+# keeps for a minute (nfs(5), `acregmax`).
+RUNNING = "running"
+_SEEN_LATE_SHARE = 0.1
 _STARTUP = frozenset({"starting", "loading"})
 # Phases with the limit of a step; all others have that of a start.
 _BEATING = frozenset({"training", "serving", "draining"})
@@ -56,6 +61,11 @@ class StallLimits:
     def __init__(self, config: SuperviseConfig) -> None:
         self._config = config
         self._silences: dict[str, deque[float]] = {}
+
+    @property
+    def of_output(self) -> bool:
+        """Whether output and files show life, because the trainer tells no steps."""
+        return self._config.life == "output"
 
     def observe(self, phase: str, silent_seconds: float) -> None:
         """Record a silence in `phase` that ended by itself."""
@@ -106,7 +116,8 @@ class SilenceMonitor:
     @property
     def in_startup(self) -> bool:
         """True until a sign shows that the start is over, so that no step has been trained."""
-        return not self.started or self._phase in _STARTUP
+        is_start = self._phase in _STARTUP and not self._limits.of_output  # it may train silently
+        return not self.started or is_start
 
     def sign(self, phase: str, step: int, step_seconds: float | None, now: float) -> None:
         """Record a new sign of life of the trainer at the time `now`."""
@@ -157,6 +168,8 @@ class SilenceMonitor:
             limit_seconds = max(self._limits.cap("starting"), least)
         if silent_seconds <= limit_seconds:
             return None
+        if phase == "training" and self._limits.of_output:
+            phase = RUNNING
         return Stall(phase, silent_seconds, limit_seconds)
 
     def is_late(self, now: float) -> bool:
@@ -165,6 +178,10 @@ class SilenceMonitor:
 
     def _limit_seconds(self, save_in_flight: bool) -> float:
         limits = self._limits
+        if limits.of_output and self._phase in ("training", *_STARTUP):
+            silence_seconds = limits.cap("training") * (1 + _SEEN_LATE_SHARE)
+            is_start = self._phase != "training"
+            return max(silence_seconds, limits.limit(self._phase)) if is_start else silence_seconds
         if self._phase != "training":
             return limits.limit(self._phase)
         if self._step <= self._resume_step:

@@ -140,6 +140,8 @@ class SuperviseConfig(_Settings):
     own. These follow files: some plugins of Slurm send a signal to every process of a step
     (proctrack/linuxproc), and a trainer that does not catch it would die.
     `target_step`: None where the run ends with a file and not at a step.
+    `life`: what shows that ranks are alive, and is missing for `stall_seconds` in a hang: their
+    steps, or anything that a trainer without steps prints or writes.
     `shapes` is ordered from the planned size to the smallest; empty means the size in the script
     only. `budgets` holds only the numbers that the spec sets (see
     `hpctrain.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
@@ -168,6 +170,7 @@ class SuperviseConfig(_Settings):
     failures_without_progress: int
     stall_seconds: float
     setup_stall_seconds: float
+    life: Literal["steps", "output"] = "steps"
     kill_wait_seconds: float
     warning_seconds: float = 0.0
     verify: Literal["auto", "size", "sha256"]

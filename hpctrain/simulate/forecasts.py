@@ -81,7 +81,7 @@ def scenario_of(
         save_write_seconds=saving.write_seconds if saving.asynchronous else 0.0,
         failures_per_node_day=86400 / (stops.failure_mtbf_seconds * facts.nodes),
         mix=mix,
-        stall_seconds=float(spec.supervise.stall),
+        stall_seconds=_hang_seconds(job, facts),
         restart_seconds=stops.restart_seconds,
         requeue_delay_seconds=_REQUEUE_DELAY_SECONDS if profile.continuation == "requeue" else 0.0,
         queue_wait_seconds=queue_wait_seconds or facts.queue_seconds,
@@ -100,6 +100,16 @@ def scenario_of(
         ),
     )
     return scenario if repair is None else scenario.model_copy(update={"repair_seconds": repair})
+
+
+def _hang_seconds(job: TrainingJob | TrainerJob, facts: RunFacts) -> float:
+    """Return how long a launch that hangs holds its nodes: until that is seen, or time is up."""
+    if isinstance(job, TrainerJob) and not job.spec.trainer.tells_steps:
+        if job.spec.trainer.silence is not None:
+            return float(job.spec.trainer.silence)
+        if facts.walltime is not None:
+            return float(facts.walltime) / 2  # the mean of what is left of it
+    return float(job.spec.supervise.stall)
 
 
 def trials_of(scenario: Scenario) -> int:

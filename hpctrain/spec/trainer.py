@@ -267,6 +267,11 @@ class TrainerPart(Document):
         parts = (self.checkpoint, self.signal, self.metrics)
         return next((number for number, part in enumerate(parts) if not part), len(parts))
 
+    @property
+    def tells_steps(self) -> bool:
+        """Whether anything tells its steps: then a step that does not come is a hang."""
+        return self.talks or bool(self.metrics)
+
 
 class CheckedPart(Document):
     """With which version of a package an adapter was checked, and how each part of it."""
@@ -324,6 +329,22 @@ class TrainerSpec(TrainerPart):
         ".", min_length=1, description="Where it runs, relative to the directory of the spec"
     )
     done: DoneSpec
+    silence: Duration | None = Field(
+        None,
+        gt=0,
+        description="A trainer that tells no steps: neither a line of output of any rank nor a "
+        "change of a file below `{output}` for so long counts as a hang. Longer than its longest "
+        "pause, and minutes at least, because nodes see each other's files late. Absent: a hang "
+        "is not noticed",
+    )
+
+    @model_validator(mode="after")
+    def _silence_only_without_steps(self) -> Self:
+        if self.silence is not None and self.tells_steps:
+            message = "what tells its steps shows a hang sooner"
+            hint = "leave it out: `supervise.stall` limits a step"
+            raise Contradiction(("trainer", "silence"), message, hint)
+        return self
 
     @model_validator(mode="after")
     def _can_be_run(self) -> Self:

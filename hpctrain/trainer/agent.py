@@ -66,7 +66,14 @@ from hpctrain.trainer import (
     STACKS_VARIABLE,
     YIELDED,
 )
-from hpctrain.trainer.progress import FileReader, OutputReader, Recorder, Values, wrong_start
+from hpctrain.trainer.progress import (
+    FileChanges,
+    FileReader,
+    OutputReader,
+    Recorder,
+    Values,
+    wrong_start,
+)
 from hpctrain.trainer.publishing import Publisher
 from hpctrain.trainer.ranks import (
     SaveSignal,
@@ -106,7 +113,7 @@ _LONGEST_HOME = 70
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-# What agents of other nodes have heard, as `Agent._pass_on` writes it.
+# What agents of other nodes have heard, in `Agent._reports`.
 _OTHER_NODES = ProgressSource(
     jsonl=".reports-*.jsonl",
     step="step",
@@ -130,10 +137,17 @@ class Agent:
         self.resume_step = launch.resume_step
         self.output = run.launch_output(launch.epoch)
         self.place = _place(launch, settings, os.environ)
-        tells = trainer.talks or bool(trainer.metrics)
+        silence, tells = trainer.silence, trainer.tells_steps
         self.recorder = Recorder(
-            run, launch.epoch, self.resume_step, trainer.done.step, tells=tells
+            run,
+            launch.epoch,
+            self.resume_step,
+            trainer.done.step,
+            tells=tells,
+            beats=not tells and silence is None,
         )
+        self._changes = FileChanges(self.output, float(silence)) if silence is not None else None
+        self._passed_on_at = time.monotonic()
         self.publisher: Publisher | None = None
         self.ranks: list[Rank] = []
         self.ray: RayNode | None = None
@@ -393,7 +407,9 @@ class Agent:
             heard, self._heard = self._heard, []
         messages = list(self.talk.messages()) if self.talk is not None else []
         if not self.launch.leads:
-            self._pass_on(heard)
+            for values in heard:  # the leading agent writes them
+                with contextlib.suppress(OSError):
+                    append_line(self._reports, json.dumps(values), mode=0o600, durable=False)
             return
         for values in heard:
             self.recorder.report(values)
@@ -412,12 +428,31 @@ class Agent:
             elif kind == "times":
                 self.recorder.times(**message)
 
-    def _pass_on(self, heard: list[Values]) -> None:
-        """Hand what ranks of this node have reported to the leading agent, which writes it."""
-        path = self.output / f".reports-{self.place.node_rank}.jsonl"
-        for values in heard:
-            with contextlib.suppress(OSError):
-                append_line(path, json.dumps(values), mode=0o600, durable=False)
+    @property
+    def _reports(self) -> Path:
+        """The file by which this agent passes on to the leading one what it hears."""
+        return self.output / f".reports-{self.place.node_rank}.jsonl"
+
+    def _follow_life(self, changes: FileChanges) -> None:
+        """Find a changed file; an agent that does not lead changes one if it has heard a line."""
+        silent_seconds, now = self.recorder.silent_seconds, time.monotonic()
+        since_seconds = now - self._passed_on_at
+        if not self.launch.leads:
+            if silent_seconds < since_seconds and since_seconds >= changes.pause_seconds:
+                self._passed_on_at = now
+                with contextlib.suppress(OSError):
+                    self._reports.touch(mode=0o600)
+            return
+        told = changes.takes_too_long
+        if changes.seen(silent_seconds):
+            self.recorder.sign()
+        if changes.takes_too_long and not told:
+            seconds = 2 * changes.pause_seconds
+            print(
+                f"hpctrain: a look at all files of {self.output} takes more than {seconds:.0f} s: "
+                "while it does, silence counts as no hang",
+                flush=True,
+            )
 
     def _look(self) -> None:
         """Read files, look for requests, write progress: once a second."""
@@ -428,6 +463,8 @@ class Agent:
         if self.talk is not None and (at := _changed_at(self.run.stacks_request)) > self._began:
             self._began = at
             self.forward_quit()
+        if self._changes is not None:
+            self._follow_life(self._changes)
         if not self.launch.leads:
             return
         self._read_files()
@@ -642,8 +679,7 @@ class Agent:
         if outcome == "done" and self.launch.leads:
             outlast(self.run, self._mark_done)
         left_early = outcome == "yielded" and self.launch.leads and not self.recorder.has_stepped
-        tells = self.settings.trainer.talks or bool(self.settings.trainer.metrics)
-        if left_early and tells:
+        if left_early and self.settings.trainer.tells_steps:
             with contextlib.suppress(OSError):
                 mark_left_startup(self.run, self.launch.epoch)
         if self.launch.leads or (message is not None and outcome not in ("done", "yielded")):

@@ -28,6 +28,10 @@ from hpctrain.train.report import RecordFile
 _PROGRESS_SECONDS = 1.0
 # Rows that show how often a trainer reports.
 _FIRST_ROWS = 3
+# For so long a tree is looked at in one go: the agent has more to do.
+_LOOK_SECONDS = 0.2
+# So many looks fit into the silence that is a hang, and within two of them a look has to end.
+_LOOKS = 40
 Values = dict[str, float]
 
 
@@ -185,26 +189,34 @@ class FileReader:
 class Recorder:
     """Writes progress and metrics of a launch, on the agent that leads.
 
-    `target_step`: None where a file ends the run. `tells`: the trainer's steps are told, so
-    silence means something; without, a sign of life comes every second.
+    `target_step`: None where a file ends the run. `tells`: the trainer's steps are told. `beats`:
+    its silence means nothing, so a sign of life comes every second.
     """
 
     def __init__(
-        self, run: RunLayout, epoch: int, resume_step: int, target_step: int | None, *, tells: bool
+        self,
+        run: RunLayout,
+        epoch: int,
+        resume_step: int,
+        target_step: int | None,
+        *,
+        tells: bool,
+        beats: bool,
     ) -> None:
         self.step, self.checkpoint_step = resume_step, resume_step or None
         self.first_step: int | None = None
         self.row_steps: list[int] = []  # the first ones, by which a wrong start is seen
         self.loss: float | None = None
         self.samples: int | None = None
-        self._run, self._epoch, self._target, self._tells = run, epoch, target_step, tells
+        self._run, self._epoch, self._target = run, epoch, target_step
+        self._tells, self._beats = tells, beats
         self._resume_step = resume_step
         self._rows = RecordFile(run, run.metrics)
         self._row_step = resume_step
         self._seen_at: float | None = None
         self._step_seconds: float | None = None
         starting: Phase = "loading" if resume_step else "starting"
-        self._phase: Phase = starting if tells else "training"
+        self._phase: Phase = "training" if beats else starting
         self._active, self._active_at = True, time.monotonic()
         self._written_at = -math.inf
 
@@ -215,6 +227,8 @@ class Recorder:
     def sign(self) -> None:
         """Note that the trainer has done something: printed a line, written a file."""
         self._active, self._active_at = True, time.monotonic()
+        if not self._tells and self._phase in ("starting", "loading"):
+            self._phase = "training"  # nothing else will show it
 
     @property
     def silent_seconds(self) -> float:
@@ -293,7 +307,7 @@ class Recorder:
     def write(self) -> None:
         """Replace the sign of life, at most once a second, if there was one."""
         now = time.monotonic()
-        if now - self._written_at < _PROGRESS_SECONDS or (self._tells and not self._active):
+        if now - self._written_at < _PROGRESS_SECONDS or not (self._beats or self._active):
             return
         self._written_at, self._active = now, False
         progress = Progress(
@@ -314,6 +328,56 @@ class Recorder:
     def close(self) -> None:
         """Write what is buffered. Raises OSError if that fails."""
         self._rows.close()
+
+
+class FileChanges:
+    """Finds out whether any file below a directory changes, in looks at a part of it.
+
+    All names, sizes and times of one pass are compared with those of the pass before; what links
+    lead to is left out. `silence_seconds`: the silence that counts as a hang. `takes_too_long`: so
+    large a tree proves nothing in time, and is taken for one that changes.
+    """
+
+    def __init__(self, root: Path, silence_seconds: float) -> None:
+        self.takes_too_long = False
+        self.pause_seconds = silence_seconds / _LOOKS
+        self._root = root
+        self._before: int | None = None
+        self._sum = 0
+        self._pass: Iterator[int] | None = None
+        self._began_at = self._next_at = -math.inf
+
+    def seen(self, silent_seconds: float) -> bool:
+        """Look on, after so many seconds without a sign; True if there has been a change since."""
+        now = time.monotonic()
+        if silent_seconds < self.pause_seconds:
+            self._pass = None  # no need to look
+        elif self._pass is None and now >= self._next_at:
+            self._pass, self._sum, self._began_at = _marks_below(self._root), 0, now
+        if self._pass is None:
+            return False
+        for mark in self._pass:
+            self._sum += mark
+            if time.monotonic() - now > _LOOK_SECONDS:
+                is_late = now - self._began_at > 2 * self.pause_seconds
+                self.takes_too_long |= is_late
+                return is_late
+        is_changed = self._before not in (None, self._sum)
+        self._before, self._pass, self._next_at = self._sum, None, now + self.pause_seconds
+        return is_changed
+
+
+def _marks_below(root: Path) -> Iterator[int]:
+    """Yield a number for each file below a directory, which is another one when that changes."""
+    directories = [str(root)]
+    while directories:
+        with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # gone a moment ago
+                    found = entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(entry.path)
+                    yield hash((entry.name, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 def wrong_start(first_step: int | None, row_steps: list[int], resume_step: int) -> str | None:

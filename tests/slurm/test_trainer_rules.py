@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,21 +28,24 @@ Start = Callable[..., Rehearsal]
 
 @pytest.fixture
 def start(stand_in_stage: Stage, tmp_path: Path) -> Start:
-    def started(*words: str, **resources: str) -> Rehearsal:
-        """Submit a run of the tiny trainer with these words, on one node."""
+    def started(
+        *words: str, trainer: dict[str, object] | None = None, gpus: int = 1, **resources: str
+    ) -> Rehearsal:
+        """Submit a run of the tiny trainer with these words, or of another one, on each node."""
         place, stage = tmp_path / "place", stand_in_stage.at(tmp_path)
         place.mkdir()
         command = [sys.executable, str(TINY), "--output", "{output}", "--resume", "{resume}"]
         document = {
             "name": "tiny",
-            "trainer": {
+            "trainer": trainer
+            or {
                 "command": [*command, *words],
                 "checkpoint": {"path": "step-{step}", "complete": {"json": ["state.json"]}},
                 "signal": {"save": "TERM", "seconds": "20s"},
                 "metrics": [{"output": r"step (?P<step>\d+) loss (?P<loss>\S+)"}],
                 "done": {"step": 20},
             },
-            "resources": {"gpus": 1, "walltime": "00:30:00", **resources},
+            "resources": {"gpus": gpus, "walltime": "00:30:00", **resources},
         }
         spec, site = place / "spec.yaml", place / "profile.yaml"
         spec.write_text(json.dumps(document))
@@ -121,3 +125,41 @@ def test_a_trainer_goes_on_after_its_time_limit(start: Start, tmp_path: Path) ->
     (tmp_path / "go").touch()
     assert ended_at_20(run) == ["time_limit", "done"]
     assert [one.resume_step for one in run.events(EventKind.LAUNCH_STARTED)] == [0, 8]
+
+
+# On two nodes; only the second one prints, until it is told to be quiet.
+STANDS_STILL = """
+import os, sys, time
+output, place = sys.argv[1:]
+if os.path.exists(place + "/quiet"):
+    open(output + "/final", "w").close()
+    sys.exit()
+print("begins", flush=True)
+while True:
+    time.sleep(0.2)
+    if os.environ["RANK"] == "1" and not os.path.exists(place + "/quiet"):
+        print("works", flush=True)
+"""
+SILENCE_SECONDS = 15
+
+
+@pytest.mark.nightly("a minute of silence, and of what looks like it")
+def test_a_trainer_of_level_0_that_stands_still_is_started_again(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = {
+        "command": [sys.executable, "-c", STANDS_STILL, "{output}", str(tmp_path)],
+        "done": {"file": "final"},
+        "silence": f"{SILENCE_SECONDS}s",
+    }
+    run = start(trainer=trainer, gpus=2)
+    run.wait(lambda: run.events(EventKind.LAUNCH_STARTED), "started")
+    begun = time.time()
+    run.wait(lambda: time.time() > begun + 3 * SILENCE_SECONDS, "past three silences")
+    assert run.causes == [], "rank 1 prints"
+    (tmp_path / "quiet").touch()
+    row = run.wait_till_over()
+    assert row.state is RunState.DONE, run.logs()
+    assert run.causes == ["hang", "done"] and run.attempts == 1, run.logs()
+    reason = run.events(EventKind.LAUNCH_ENDED)[0].reason or ""
+    assert reason.startswith("no line of output and no file changed in `output/` for 1"), reason

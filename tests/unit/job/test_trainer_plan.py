@@ -14,10 +14,11 @@ from command_line import Outcome, hpctrain, on_terminal
 from hpctrain.job.trainer_forecast import KnownPace, known_pace, trainer_facts
 from hpctrain.job.trainer_run import PreparedTrainerRun, prepare_any
 from hpctrain.plan.forecast.documents import Forecast
+from hpctrain.plan.forecast.predict import forecast as closed_form
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.run_records import SaveRecord, StepMetrics, append_metrics, append_save
-from hpctrain.simulate.forecasts import forecast_run
+from hpctrain.simulate.forecasts import forecast_run, scenario_of
 from hpctrain.spec.loader import adapter_names
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -151,6 +152,63 @@ def test_each_level_is_told(spec: Path, overrides: list[str], level: str) -> Non
     text = plan(spec, *overrides).stdout
     assert f"Level     {level}\n" in text
     assert ("Next" in text) is not level.startswith("4")
+
+
+@pytest.mark.parametrize(
+    ("silence", "line", "check"),
+    [
+        (
+            "",
+            "Unseen    hangs: it tells no steps, and `trainer.silence` is not set\n",
+            "note trainer: unseen are hangs: it tells no steps, and `trainer.silence` is not set",
+        ),
+        (
+            "  silence: 45min\n",
+            "Hangs     after 45 min without a line or a changed file (`trainer.silence`)\n",
+            "ok trainer: hangs are noticed after 45 min without a line or a changed file",
+        ),
+    ],
+)
+def test_what_shows_a_hang_without_steps_is_told(
+    spec: Path, silence: str, line: str, check: str
+) -> None:
+    without = SPEC.replace("  metrics: [{output: 'step (?P<step>\\d+)'}]\n", "")
+    spec.write_text(without.replace("  done:", f"{silence}  done:"))
+    assert line in plan(spec).stdout
+    assert line in hpctrain("validate", str(spec)).stderr
+    told = " ".join(hpctrain("validate", "-p", "a100x64", str(spec)).stdout.split())
+    assert check in told, told
+
+
+def test_the_supervisor_misses_output_as_long_as_the_spec_says(spec: Path, tmp_path: Path) -> None:
+    by_steps = prepared(spec, tmp_path).supervise
+    assert (by_steps.life, by_steps.stall_seconds) == ("steps", 600.0)
+    without = ("trainer.metrics=[]", "trainer.silence=45min")
+    by_output = prepared(spec, tmp_path, *without).supervise
+    assert (by_output.life, by_output.stall_seconds) == ("output", 2700.0)
+    untold = prepared(spec, tmp_path, without[0]).supervise
+    assert (untold.life, untold.stall_seconds) == ("steps", 600.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ((), 600.0),
+        (("trainer.silence=45min",), 2700.0),
+        (("resources.walltime=10:00:00",), 18000.0),
+    ],
+)
+def test_a_hang_costs_what_it_takes_to_see_it(
+    spec: Path, tmp_path: Path, overrides: tuple[str, ...], seconds: float
+) -> None:
+    """Without steps and without a word in the spec: half of the time limit in the mean."""
+    if overrides:
+        overrides = ("trainer.metrics=[]", *overrides)
+    job = prepared(spec, tmp_path, *overrides).job
+    facts = trainer_facts(job, KnownPace(step_seconds=2.0, source="measured"))
+    assert facts is not None
+    expected = closed_form(job.spec, job.profile, facts)
+    assert scenario_of(job, facts, expected).stall_seconds == seconds
 
 
 def test_lines_fit_into_80_columns(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

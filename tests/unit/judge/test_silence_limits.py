@@ -304,3 +304,29 @@ def test_a_stall_says_what_was_waited_for() -> None:
     assert stall is not None
     assert (stall.phase, stall.silent_seconds, stall.limit_seconds) == ("training", 601.0, CAP)
     assert stall.odd == ()
+
+
+# -- Without steps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("silence", "starting"), [(600.0, 1800.0), (7200.0, 7920.0)])
+def test_output_is_missed_as_long_as_the_spec_says(silence: float, starting: float) -> None:
+    """A tenth more, because it is seen late; until the first line, as long as a start may take."""
+    trainer = Trainer(limits(life="output", stall_seconds=silence))
+    assert trainer.allowed() == starting and trainer.pulse.in_startup
+    trainer.says("loading", 1.0)  # the agent is up
+    assert trainer.allowed() == starting
+    assert not trainer.pulse.in_startup, "it may train all the same: a stop gives it time to save"
+    trainer.says("training", 1.0)
+    assert trainer.allowed() == silence + silence / 10
+    stall = trainer.pulse.stall(trainer.now + silence * 1.2)
+    assert stall is not None and stall.phase == "running"
+
+
+def test_nothing_is_learned_of_output() -> None:
+    """A trainer that prints each second may compute for minutes."""
+    trainer = Trainer(limits(life="output"))
+    for _ in range(50):
+        trainer.says("training", 1.0)
+    assert trainer.allowed() == CAP + 60
+    assert trainer.allowed(save_in_flight=True) == CAP + 60

@@ -106,6 +106,14 @@ WRONG = [
         "3:12: `trainer.adapter`: no adapter is called `dpc` | did you mean `dcp`?"),
     (COMMAND, f"adapter: ./none.yaml\n  {COMMAND}", "3:12: `trainer.adapter`: no such file: "
         "none.yaml | paths are relative to the file that names it"),
+    (METRICS, f"silence: 30min\n  {METRICS}", "7:12: `trainer.silence`: what tells its steps shows "
+        "a hang sooner | leave it out: `supervise.stall` limits a step"),
+    (METRICS, "talks: true\n  silence: 30min", "8:12: `trainer.silence`: what tells its steps "
+        "shows a hang sooner | leave it out: `supervise.stall` limits a step"),
+    (METRICS, "silence: 30", "7:12: `trainer.silence`: expected a duration such as `24:00:00`, "
+        "`2-12:00:00`, `30min` or `90s`, got `30` | a bare number is refused because Slurm reads "
+        "minutes and most others seconds: write `30s`, `30min` or `30h`"),
+    (METRICS, "silence: 0s", "7:12: `trainer.silence`: must be above 0, got `0s`"),
     ("gpus: 2", "gpus: 2, min_nodes: 1", "8:33: `resources.min_nodes`: the trainer is not known to "
         "resume on another number of nodes | `trainer.elastic: true` says that it does"),
     ("resources:", "model: {layers: 4}\nresources:", "8:1: `model`: unknown key | `trainer` stands "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +122,18 @@ class AgentRun:
         )
         self.run.train_config.write_text(settings.model_dump_json(by_alias=True))
         epoch = claim_epoch(self.run.epochs, "test")
-        process = subprocess.Popen(
+        process = self._agent(epoch, resume, environment or {})
+        return AgentLaunch(self.run, epoch, process)
+
+    def beside(self, first: AgentLaunch) -> AgentLaunch:
+        """Start the agent of another node in a launch."""
+        more = {"RANK": "1", "WORLD_SIZE": "2", "SLURMD_NODENAME": "n2"}
+        return AgentLaunch(self.run, first.epoch, self._agent(first.epoch, None, more))
+
+    def _agent(
+        self, epoch: int, resume: int | None, environment: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-m", "hpctrain.trainer.agent", str(self.run.train_config)],
             env={
                 **os.environ,
@@ -131,7 +144,7 @@ class AgentRun:
                 "MASTER_ADDR": "127.0.0.1",
                 "HPCTRAIN_EPOCH": str(epoch),
                 "HPCTRAIN_RESUME": checkpoint_name(resume) if resume is not None else "",
-                **(environment or {}),
+                **environment,
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -139,7 +152,11 @@ class AgentRun:
             text=True,
             preexec_fn=die_with_parent,
         )
-        return AgentLaunch(self.run, epoch, process)
+
+    @property
+    def seconds_since_sign(self) -> float:
+        """How long ago the agent has last written its sign of life."""
+        return time.time() - self.run.progress.stat().st_mtime
 
     def trained(self, *words: str, **more: object) -> AgentLaunch:
         """Start a launch and wait for its end."""
@@ -154,5 +171,8 @@ class AgentRun:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started (proc(5))."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(one) for task in tasks for one in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found

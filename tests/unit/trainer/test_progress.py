@@ -165,7 +165,8 @@ def run(tmp_path: Path) -> RunLayout:
 
 
 def recorder(run: RunLayout, resume_step: int = 0, **more: bool) -> Recorder:
-    return Recorder(run, 1, resume_step, 100, tells=more.get("tells", True))
+    tells = more.get("tells", True)
+    return Recorder(run, 1, resume_step, 100, tells=tells, beats=not tells)
 
 
 def test_what_was_not_reported_stays_unknown(run: RunLayout) -> None:
@@ -218,11 +219,22 @@ def test_rows_that_come_late_have_no_seconds_of_now(run: RunLayout) -> None:
 
 
 def test_silence_means_something_only_of_who_tells(run: RunLayout) -> None:
-    for tells, phase in ((True, "starting"), (False, "training")):
-        one = recorder(run, tells=tells)
-        one.write()
-        progress = read_record(run.progress, Progress)
-        assert progress is not None and progress.phase == phase
+    """Of one who does not, too, if its output is waited for; its first line ends the start."""
+    for tells, beats, phase, heard in (
+        (True, False, "starting", "starting"),
+        (False, True, "training", "training"),
+        (False, False, "starting", "training"),
+    ):
+        one = Recorder(run, 1, 0, 100, tells=tells, beats=beats)
+        phases = []
+        for _ in range(2):
+            one._written_at = -math.inf
+            one.write()
+            progress = read_record(run.progress, Progress)
+            assert progress is not None
+            phases.append(progress.phase)
+            one.sign()
+        assert phases == [phase, heard]
     assert recorder(run, 7)._phase == "loading"
 
 
