@@ -108,13 +108,15 @@ _AFTER_SAVE_SECONDS = 5.0
 _STARTUP_SECONDS = 10.0
 # How long the end of a launch waits for its last checkpoint to stand still.
 _LAST_CHECKPOINT_SECONDS = 60.0
+# How long it waits for what other agents have heard last.
+_LAST_REPORTS_SECONDS = 5.0
 # A socket's path has at most 107 bytes (unix(7)), and the names below this are short.
 _LONGEST_HOME = 70
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-# What agents of other nodes have heard, in `Agent._reports`.
-_OTHER_NODES = ProgressSource(
+# What other agents have heard, in `Agent._reports`.
+_OTHER_AGENTS = ProgressSource(
     jsonl=".reports-*.jsonl",
     step="step",
     loss="loss",
@@ -156,7 +158,7 @@ class Agent:
         self._heard: list[Values] = []
         self._lock = threading.Lock()
         sources = [one for one in trainer.metrics if one.output is None]
-        sources += [_OTHER_NODES] if self.place.nodes > 1 else []
+        sources += [_OTHER_AGENTS] if launch.world_size > 1 else []
         self._files = [FileReader(one, self.output, self.resume_step) for one in sources]
         self._own = private_directory()
         self._requeue_mark = self._own / "requeue-asked"
@@ -598,6 +600,10 @@ class Agent:
             return self._judged()
         self.recorder.phase("leaving")
         self._read_files()
+        deadline = time.monotonic() + _LAST_REPORTS_SECONDS
+        while self._may_hear_more() and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
+            self._read_files()
         if self.publisher is not None:
             codes = {rank.poll() for rank in self.ranks}
             asked = self._asked_at is not None and self._term_at is None  # it left by itself
@@ -612,6 +618,14 @@ class Agent:
             self.recorder.close()
         self.recorder.write()
         return self._judged()
+
+    def _may_hear_more(self) -> bool:
+        """Whether another agent may still hand on the step that ends the run.
+
+        Its ranks end with those of this one, and may be the ones that print.
+        """
+        ended_well = all(rank.poll() == 0 for rank in self.ranks)
+        return ended_well and self.launch.world_size > 1 and not self._is_done()
 
     def _judged(self) -> tuple[Outcome, str | None, str | None]:
         codes = [rank.poll() for rank in self.ranks]

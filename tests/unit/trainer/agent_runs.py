@@ -125,9 +125,9 @@ class AgentRun:
         process = self._agent(epoch, resume, environment or {})
         return AgentLaunch(self.run, epoch, process)
 
-    def beside(self, first: AgentLaunch) -> AgentLaunch:
-        """Start the agent of another node in a launch."""
-        more = {"RANK": "1", "WORLD_SIZE": "2", "SLURMD_NODENAME": "n2"}
+    def beside(self, first: AgentLaunch, node: str = "n2") -> AgentLaunch:
+        """Start the agent of another node in a launch, or of another rank of the first node."""
+        more = {"RANK": "1", "WORLD_SIZE": "2", "SLURMD_NODENAME": node}
         return AgentLaunch(self.run, first.epoch, self._agent(first.epoch, None, more))
 
     def _agent(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import pytest
+from agent_runs import AgentRun
 
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import Progress, read_metrics, read_record
@@ -271,3 +273,31 @@ def test_no_right_start_is_taken_for_a_wrong_one() -> None:
             told = [step for step in range(resume + 1, resume + 4 * interval + 1)]
             told = [step for step in told if step % interval == 0][:3]
             assert wrong_start(told[0], told, resume) is None, (resume, interval)
+
+
+# Rank 1 alone prints, and its last line comes when rank 0 has ended.
+LAST_RANK_PRINTS = """
+import os, time
+for step in range(1, 21):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.1)
+        print(f"step {step} loss {1 / step!r}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launch", "node"), [("srun", "n1"), pytest.param("torchrun", "n2", marks=pytest.mark.variant)]
+)
+def test_what_another_agent_hears_counts(tmp_path: Path, launch: str, node: str) -> None:
+    run = AgentRun.made(tmp_path / "run")
+    first = run.start(
+        environment={"WORLD_SIZE": "2"},
+        command=[sys.executable, "-c", LAST_RANK_PRINTS],
+        ranks=2 if launch == "srun" else 1,
+        launch=launch,
+        checkpoint=None,
+    )
+    other = run.beside(first, node)
+    assert (first.wait(), other.wait()) == (0, 0), first.printed
+    assert [row.step for row in first.rows] == list(range(1, 21))
+    assert run.done() is not None
