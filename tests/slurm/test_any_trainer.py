@@ -1,6 +1,7 @@
 """The trainers of examples/any-trainer on a real Slurm: each fault, and the losses of a quiet run.
 
-Rank 1 waits after step 34 of the first launch, where something is done to the run.
+Rank 1 waits after step 34 of the first launch, where something is done to the run; with Ray the
+driver does, which is its only rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ray_environment import ray_python
 from rehearsal import Rehearsal, Stage, profile_text
 
 from hpctrain.checkpoints.foreign import own_name
@@ -34,6 +36,7 @@ SCRIPTS: Mapping[str, str] = {
     "lightning": "lightning_fit.py",
     "dcp": "dcp_loop.py",
     "level4": "level4.py",
+    "ray": "ray_loop.py",
 }
 
 
@@ -47,8 +50,8 @@ def reach_limit(rehearsal: Rehearsal) -> None:
 
 
 def kill_rank(rehearsal: Rehearsal) -> None:
-    (rank,) = (one for one in rehearsal.rank_processes(1) if is_script(one.command_line))
-    os.kill(rank.pid, signal.SIGKILL)
+    ranks = [one for one in rehearsal.processes() if is_script(one.command_line)]
+    os.kill(max(ranks, key=lambda one: one.rank or 0).pid, signal.SIGKILL)
 
 
 def lose_node(rehearsal: Rehearsal) -> None:
@@ -142,11 +145,12 @@ def test_a_trainer_ends_at_its_target_whatever_happens(
 
 
 def start(stage: Stage, name: str, held_step: int = HELD_STEP) -> Rehearsal:
-    """Submit an example as it is, on two nodes; its Python is that of the tests."""
+    """Submit an example as it is, on two nodes; its Python is that of the tests, or has Ray."""
+    python = ray_python() if name == "ray" else Path(sys.executable)
     site = stage.directory / "profile.yaml"
     site.write_text(profile_text(stage.sandbox.shape, sys.executable))
     overrides = [
-        f"environment.variables.PATH={Path(sys.executable).parent}:{os.environ['PATH']}",
+        f"environment.variables.PATH={python.parent}:{os.environ['PATH']}",
         f"environment.variables.PYTHONPATH={HELD_TRAINERS}",
         f"environment.variables.HELD_TRAINER=1:{held_step}",
     ]
