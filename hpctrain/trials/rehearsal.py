@@ -85,6 +85,7 @@ from hpctrain.trials.rehearsal_proofs import (
     save_seconds,
     saved_on_signal,
     started,
+    trained_twice,
     unpromised,
 )
 
@@ -119,7 +120,7 @@ _STEP_NAME = "hpctrain-try"
 # command may have none: then the driver of Ray is killed, which alone has its address, else all
 # that the command has started, which the agent above it marks. Ranks of hpctrain's engines have
 # srun's own number. The step of this script, the batch step and others are left alone.
-_KILL_RANK = r"""
+KILL_RANK = r"""
 has() { grep -qzxF "$2" "$1/environ" 2>/dev/null; }
 knows() { grep -qz "^$2=" "$1/environ" 2>/dev/null; }
 of() { sed -zn "s/^$2=\([0-9][0-9]*\)$/\1/p" "$1/environ" 2>/dev/null | tr -d '\0'; }
@@ -177,6 +178,10 @@ class _Missed(Exception):
 
 class _Done(_Missed):
     """The run has reached its target before what was waited for."""
+
+
+class _NotPossible(_Missed):
+    """What was to be done to the run could not be done here, which proves nothing about it."""
 
 
 def rehearse(
@@ -386,7 +391,8 @@ class _WatchedRun:
                 words = f"launch {failed[-1].epoch} ended: {failed[-1].end_words}"
                 raise _Missed(f"{what} was not seen: {words}")
             if queued > self.wanted.patience_seconds:
-                raise _Missed(f"{what} was not seen: {short_duration(queued)} in the queue")
+                waited = short_duration(queued)
+                raise _NotPossible(f"{what} was not seen: the job waited {waited} in the queue")
             if active > limit:
                 raise _Missed(f"{what} was not seen within {short_duration(limit)}")
         return found
@@ -455,13 +461,13 @@ class _WatchedRun:
         try:
             assert attempt.job_id is not None
             node = there.hostnames(attempt.nodes or "")[0 if self.has_driver else -1]
-            words = ["/bin/sh", "-c", _KILL_RANK]
+            words = ["/bin/sh", "-c", KILL_RANK]
             answer = there.run_on_node(attempt.job_id, node, _STEP_NAME, words)
         except (SlurmError, IndexError) as error:
-            raise _Missed(f"Slurm started no step that kills a rank: {error}") from error
+            raise _NotPossible(f"Slurm started no step that kills a rank: {error}") from error
         victim = answer.strip()
         if not victim:
-            raise _Missed(f"no process of a rank was found on {node}")
+            raise _NotPossible(f"no process of a rank was found on {node}")
         self.say(f"{self.run.run_id}: killed {victim} by -9")
         return victim
 
@@ -590,7 +596,8 @@ class _Rehearsal:
             yield
         except _Missed as missed:
             if topic not in self.proofs and not isinstance(missed, _Done):
-                self._prove(proved(topic, False, str(missed)))
+                verdict = None if isinstance(missed, _NotPossible) else False
+                self._prove(proved(topic, verdict, str(missed)))
             raise
 
     # -- start, first checkpoint, end ------------------------------------------------------
@@ -708,21 +715,25 @@ class _Rehearsal:
         attempt = watched.attempt
         assert attempt.job_id is not None
         config = read_supervise_config(layout.supervise_config)
-        patience, refused = config.warning_seconds, ""
+        patience, refused = config.warning_seconds, None
         with self._proving(SAVE):
             try:
                 slurm_of(watched.run, self.slurm).signal_batch(attempt.job_id, "USR1")
             except SlurmError as error:
                 # An element of an array gets it, and scancel fails all the same (Slurm 22.05).
-                refused = f" ({error})"
+                refused = error
             self.say(f"{watched.run.run_id}: sent USR1, as Slurm warns before the time limit")
 
             def arrived() -> Event | None:
                 signals = (one for one in watched.events if one.event is EventKind.SIGNAL)
                 return next((one for one in signals if one.attempt == attempt.attempt), None)
 
-            what = f"the signal at the supervisor{refused}"
-            sent = watched.wait(what, arrived, _SIGNAL_SECONDS)
+            try:
+                sent = watched.wait("the signal at the supervisor", arrived, _SIGNAL_SECONDS)
+            except _Missed as missed:
+                if refused is None:
+                    raise
+                raise _NotPossible(f"Slurm did not send the signal: {refused}") from missed
             ended = watched.wait_end(launch, patience + _SIGNAL_SECONDS)
             assert ended.end is not None
             if SAVE not in self.proofs:
@@ -767,13 +778,18 @@ class _Rehearsal:
         """Kill a rank and truncate what it has saved; then train the steps behind it again.
 
         After the end of a launch, because a trainer may save while it is ended. The next one may
-        have begun by then: another rank is killed.
+        have begun by then: another rank is killed. Where every launch has saved its last step,
+        there are none behind it to train again until this one has saved another.
         """
         root, damaged, expected = watched.run.layout.checkpoints, 0, 0
+
+        def saved() -> bool | None:
+            steps = watched.good_steps
+            again = LOSSES in self.proofs or trained_twice(watched.launches)
+            return len(steps) > 1 and (again or steps[-1] > launch.resume_step) or None
+
         with self._proving(DAMAGED):
-            watched.wait(
-                "a second checkpoint", lambda: True if len(watched.good_steps) > 1 else None
-            )
+            watched.wait("a second checkpoint", saved)
             for _ in range(_TRUNCATIONS):
                 watched.kill_rank()
                 watched.wait_end(launch)

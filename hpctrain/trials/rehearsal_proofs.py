@@ -289,6 +289,11 @@ def same_losses(runs: Sequence[Sequence[TriedLaunch]], bound: float, *, exact: b
     return proved(LOSSES, within, fact)
 
 
+def trained_twice(launches: Sequence[TriedLaunch]) -> bool:
+    """Whether a launch that resumed has losses of steps that one has which went through."""
+    return any(_overlaps(launches))
+
+
 def _overlaps(launches: Sequence[TriedLaunch]) -> Iterator[_Overlap]:
     """Yield, for each checkpoint that was resumed from, the steps that were trained twice."""
     seen: set[tuple[int, int]] = set()
