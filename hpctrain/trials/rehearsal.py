@@ -121,34 +121,34 @@ _STEP_NAME = "hpctrain-try"
 # that the command has started, which the agent above it marks. Ranks of hpctrain's engines have
 # srun's own number. The step of this script, the batch step and others are left alone.
 KILL_RANK = r"""
-has() { grep -qzxF "$2" "$1/environ" 2>/dev/null; }
-knows() { grep -qz "^$2=" "$1/environ" 2>/dev/null; }
-of() { sed -zn "s/^$2=\([0-9][0-9]*\)$/\1/p" "$1/environ" 2>/dev/null | tr -d '\0'; }
+has() { grep -qzxF "$1" "$process/environ" 2>/dev/null; }
+knows() { grep -qz "^$1=" "$process/environ" 2>/dev/null; }
+of() { sed -zn "s/^$1=\([0-9][0-9]*\)$/\1/p" "$process/environ" 2>/dev/null | tr -d '\0'; }
 ranks() {
     for process in /proc/[0-9]*; do
-        [ -O "$process" ] && has "$process" "SLURM_JOB_ID=$SLURM_JOB_ID" || continue
-        [ -z "$SLURM_CONF" ] || has "$process" "SLURM_CONF=$SLURM_CONF" || continue
-        has "$process" "SLURMD_NODENAME=$SLURMD_NODENAME" || continue
-        step=$(of "$process" SLURM_STEP_ID)
-        [ -n "$step" ] && [ "$step" != "$SLURM_STEP_ID" ] && knows "$process" "$2" || continue
-        rank=$(of "$process" "$1")
-        [ -z "$rank" ] || echo "$rank ${process#/proc/}"
-    done | sort -rn
+        [ -O "$process" ] && has "SLURM_JOB_ID=$SLURM_JOB_ID" || continue
+        [ -z "$SLURM_CONF" ] || has "SLURM_CONF=$SLURM_CONF" || continue
+        has "SLURMD_NODENAME=$SLURMD_NODENAME" || continue
+        step=$(of SLURM_STEP_ID)
+        [ -n "$step" ] && [ "$step" != "$SLURM_STEP_ID" ] || continue
+        kind=1 rank=$(of RANK)
+        [ -n "$rank" ] || kind=4 rank=$(of SLURM_PROCID)
+        [ $kind = 1 ] || ! knows HPCTRAIN_OUTPUT || kind=3
+        [ $kind != 3 ] || ! knows RAY_ADDRESS || kind=2
+        [ -z "$rank" ] || echo "$kind $rank ${process#/proc/}"
+    done | sort -k1,1n -k2,2nr
 }
-kill_highest() {
-    found=$(ranks "$1" "$2")
-    [ -n "$found" ] || return 0
-    rank=${found%% *}
-    echo "$found" | while read -r number process; do
-        [ "$number" != "$rank" ] || kill -9 "$process" 2>/dev/null
-    done
-    echo "${3:-rank $rank}"
-    exit 0
-}
-kill_highest RANK RANK
-kill_highest SLURM_PROCID RAY_ADDRESS "the driver of Ray"
-kill_highest SLURM_PROCID HPCTRAIN_OUTPUT "the command on $SLURMD_NODENAME"
-kill_highest SLURM_PROCID SLURM_PROCID
+found=$(ranks)
+[ -n "$found" ] || exit 0
+set -- $found
+echo "$found" | while read -r kind rank process; do
+    [ "$kind $rank" != "$1 $2" ] || kill -9 "$process" 2>/dev/null
+done
+case $1 in
+2) echo "the driver of Ray" ;;
+3) echo "the command on $SLURMD_NODENAME" ;;
+*) echo "rank $2" ;;
+esac
 """
 
 Found = TypeVar("Found")
@@ -786,7 +786,8 @@ class _Rehearsal:
         def saved() -> bool | None:
             steps = watched.good_steps
             again = LOSSES in self.proofs or trained_twice(watched.launches)
-            return len(steps) > 1 and (again or steps[-1] > launch.resume_step) or None
+            enough = len(steps) > 1 and (again or steps[-1] > launch.resume_step)
+            return True if enough else None
 
         with self._proving(DAMAGED):
             watched.wait("a second checkpoint", saved)

@@ -48,9 +48,9 @@ class PlayedSlurm(FakeSlurm):
     """A Slurm whose jobs train a step each second until something is done to them.
 
     `continuation` is that of the site. `scancel_fails` although the signal arrives, and no step may
-    be started beside those of a job where it `refuses_steps`. A launch whose rank is killed may save
+    be started beside those of a job where it `refuses_steps`. A launch with a killed rank may save
     its last step (`saves_when_killed`), or leave a later one that is published before the next
-    launch (`leaves_one`).
+    launch, so many times (`leaves`).
     """
 
     def __init__(self, runs: Path, time: VirtualClock) -> None:
@@ -58,7 +58,7 @@ class PlayedSlurm(FakeSlurm):
         self.runs, self.time = rehearsals_directory(runs), time
         self.continuation = "requeue"
         self.scancel_fails = self.refuses_steps = self.is_full = False
-        self.saves_when_killed = self.leaves_one = False
+        self.saves_when_killed, self.leaves = False, 0
         self.epoch = self.step = 0
 
     @property
@@ -133,7 +133,8 @@ class PlayedSlurm(FakeSlurm):
             raise SlurmRefusedError("srun: error: Unable to create step")
         if self.saves_when_killed:
             self.save(self.step)
-        if self.leaves_one:
+        self.leaves -= 1
+        if self.leaves >= 0:
             left = self.step + 1
             self.later(2.0, lambda: self.save(left))
         self.end("crash")
@@ -156,9 +157,7 @@ def proofs(slurm: PlayedSlurm, place: Path) -> dict[str, Proof]:
     return {one.topic: one for one in done.proofs}
 
 
-def test_a_rehearsal_is_complete_where_slurm_requeues(
-    played: PlayedSlurm, tmp_path: Path
-) -> None:
+def test_a_rehearsal_is_complete_where_slurm_requeues(played: PlayedSlurm, tmp_path: Path) -> None:
     found = proofs(played, tmp_path)
     assert {one.verdict for one in found.values() if one.promised} == {"yes"}, found
     assert found[RESUME].fact.endswith("by itself, in the same job")
@@ -203,10 +202,17 @@ def test_a_full_cluster_is_no_failure_of_the_trainer(played: PlayedSlurm, tmp_pa
 def test_what_a_killed_launch_has_left_complete_is_resumed_from(
     played: PlayedSlurm, tmp_path: Path
 ) -> None:
-    """It is newer than all that was published, and than what was truncated."""
-    played.leaves_one = True
+    """It is newer than all that was published, and than what was truncated: once more."""
+    played.leaves = 2
     found = proofs(played, tmp_path)
-    assert found[KILLED].verdict == "yes", found
+    assert found[KILLED].verdict == found[DAMAGED].verdict == "yes", found
+
+
+def test_a_trainer_that_always_leaves_a_newer_checkpoint_does_not_fail(
+    played: PlayedSlurm, tmp_path: Path
+) -> None:
+    played.leaves = 100
+    found = proofs(played, tmp_path)
     assert found[DAMAGED].verdict == "not tried" and "too often" in found[DAMAGED].fact
 
 
