@@ -778,31 +778,40 @@ class _Rehearsal:
         """Kill a rank and truncate what it has saved; then train the steps behind it again.
 
         After the end of a launch, because a trainer may save while it is ended. The next one may
-        have begun by then: another rank is killed. Where every launch has saved its last step,
-        there are none behind it to train again until this one has saved another.
+        have begun by then: another rank is killed. The checkpoint before the truncated one should
+        be one that a launch went through: else there is nothing to compare losses with.
         """
         root, damaged, expected = watched.run.layout.checkpoints, 0, 0
 
+        def compares(step: int) -> bool:
+            launches = watched.launches
+            known = LOSSES in self.proofs or trained_twice(launches)
+            return known or any(one.resume_step < step < one.last_step for one in launches)
+
         def saved() -> bool | None:
             steps = watched.good_steps
-            again = LOSSES in self.proofs or trained_twice(watched.launches)
-            enough = len(steps) > 1 and (again or steps[-1] > launch.resume_step)
+            ended = [one for one in watched.launches if one.epoch < launch.epoch]
+            saves_last = bool(ended) and ended[-1].last_step <= launch.resume_step
+            enough = len(steps) > 1 and compares(steps[-1] if saves_last else steps[-2])
             return True if enough else None
 
         with self._proving(DAMAGED):
-            watched.wait("a second checkpoint", saved)
-            for _ in range(_TRUNCATIONS):
+            for tries_left in reversed(range(_TRUNCATIONS)):
+                if published_steps(root)[-1] != damaged:
+                    watched.wait("a second checkpoint", saved)
                 watched.kill_rank()
                 watched.wait_end(launch)
                 known = max(one.last_step for one in watched.launches)
                 if published_steps(root)[-1] != damaged:
-                    *_, expected, damaged = watched.good_steps
-                    watched.truncate(damaged)
+                    *_, older, newest = watched.good_steps
+                    if compares(older) or not tries_left:
+                        expected, damaged = older, newest
+                        watched.truncate(damaged)
                 launch = watched.wait_launch(launch.epoch)
                 if launch.resume_step < damaged:
                     break
                 begun = launch.resume_step == damaged
-                why = f"launch {launch.epoch} had begun" if begun else "there was a newer one"
+                why = f"launch {launch.epoch} had begun" if begun else "it had saved another one"
                 self.say(f"{watched.run.run_id}: {why}; once more")
             self._prove(passed_over(launch, watched.events, damaged, expected))
         upto = min(max(damaged, expected + 1) + _STEPS_BEYOND, known)

@@ -41,7 +41,7 @@ trainer:
   metrics: [{output: 'step (?P<step>\d+) loss (?P<loss>\S+)'}]
 resources: {gpus: 2}
 """
-SAVE_EVERY_STEPS = 4
+SAVE_EVERY_STEPS = 7
 
 
 class PlayedSlurm(FakeSlurm):
@@ -50,7 +50,7 @@ class PlayedSlurm(FakeSlurm):
     `continuation` is that of the site. `scancel_fails` although the signal arrives, and no step may
     be started beside those of a job where it `refuses_steps`. A launch with a killed rank may save
     its last step (`saves_when_killed`), or leave a later one that is published before the next
-    launch, so many times (`leaves`).
+    launch, so many times (`leaves`). `kill_seconds` is how long each kill takes, the last first.
     """
 
     def __init__(self, runs: Path, time: VirtualClock) -> None:
@@ -59,6 +59,7 @@ class PlayedSlurm(FakeSlurm):
         self.continuation = "requeue"
         self.scancel_fails = self.refuses_steps = self.is_full = False
         self.saves_when_killed, self.leaves = False, 0
+        self.kill_seconds: list[float] = []
         self.epoch = self.step = 0
 
     @property
@@ -131,6 +132,8 @@ class PlayedSlurm(FakeSlurm):
     def run_on_node(self, job_id: int, node: str, step_name: str, words: Sequence[str]) -> str:
         if self.refuses_steps:
             raise SlurmRefusedError("srun: error: Unable to create step")
+        if self.kill_seconds:
+            self.time.advance(self.kill_seconds.pop())
         if self.saves_when_killed:
             self.save(self.step)
         self.leaves -= 1
@@ -222,6 +225,15 @@ def test_losses_are_compared_also_where_each_killed_launch_saves_its_last_step(
     played.saves_when_killed = True
     found = proofs(played, tmp_path)
     assert found[LOSSES].verdict == "yes", found
+
+
+def test_losses_are_compared_also_where_a_launch_saves_while_it_is_being_killed(
+    played: PlayedSlurm, tmp_path: Path
+) -> None:
+    """Then the checkpoint before that is where two launches began, and none went through it."""
+    played.kill_seconds = [6.0, 0.0]
+    found = proofs(played, tmp_path)
+    assert found[LOSSES].verdict == found[DAMAGED].verdict == "yes", found
 
 
 # -- What is killed --------------------------------------------------------------------------------
