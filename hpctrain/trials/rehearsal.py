@@ -790,10 +790,7 @@ class _Rehearsal:
 
         def saved() -> bool | None:
             steps = watched.good_steps
-            ended = [one for one in watched.launches if one.epoch < launch.epoch]
-            saves_last = bool(ended) and ended[-1].last_step <= launch.resume_step
-            enough = len(steps) > 1 and compares(steps[-1] if saves_last else steps[-2])
-            return True if enough else None
+            return True if len(steps) > 1 and compares(steps[-2]) else None
 
         with self._proving(DAMAGED):
             for tries_left in reversed(range(_TRUNCATIONS)):
