@@ -4,7 +4,7 @@
 
 The driver hands its weights to the actors, each plays a game of its own with them, and the mean of
 what they learned is the next step. The same numbers come out whatever is interrupted: a game
-depends on the step and the actor alone. Saves `step-N.json` every 5 steps, and on SIGTERM.
+depends on the step and the actor alone. Saves `step-N.json` every 10 steps, and on SIGTERM.
 """
 
 import json
@@ -17,7 +17,7 @@ import time
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-SAVE_EVERY_STEPS = 5
+SAVE_EVERY_STEPS = 10
 
 
 @ray.remote(num_cpus=1)

@@ -76,11 +76,11 @@ class RehearsalRecord(Record):
     def level_words(self) -> str:
         """Format the level that was proved, and what is missing of the promised one."""
         proved, promised = self.proved_level, self.promised_level
-        words = "none" if proved is None else f"{proved} ({LEVELS[proved]})"
+        words = "no level" if proved is None else f"level {proved} ({LEVELS[proved]})"
         failed = [one.topic for one in self.missing if one.verdict == "no"]
         missing = ", ".join(failed or [one.topic for one in self.missing])
         label = "failed" if failed else "not tried"
-        return f"level {words} of {promised}" + (f"; {label}: {missing}" if missing else "")
+        return f"{words} of {promised}" + (f"; {label}: {missing}" if missing else "")
 
 
 def rehearsals_directory(runs: Path) -> Path:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from hpctrain.base import reserved_ports
 from hpctrain.base.errors import HpctrainError
@@ -52,8 +54,7 @@ _DOWN_SECONDS = 3.0
 # sockaddr_un has room for 107 bytes (unix(7)); Ray appends up to 66, such as
 # /session_2026-11-28_15-30-45_194303_3189600/sockets/plasma_store.1.
 _LONGEST_DIRECTORY = 107 - 66
-# Directories of so many launches before this one are looked for.
-_EARLIER_LAUNCHES = 20
+_PREFIX, _LOCK = "hpctrain-ray-", "lock"
 _PR_SET_CHILD_SUBREAPER = 36
 # Printed by `ray start` when its node is registered (ray/scripts/scripts.py).
 _STARTED = "Ray runtime started"
@@ -123,7 +124,7 @@ class RayNode(Rank):
         self._is_up = False
         self._began_at = time.monotonic()
         self._dead: list[str] = []
-        self._directory = _make_directory(output)
+        self._directory, self._lock = _make_directory(output)
         self._client_port: socket.socket | None = None
         if self._is_head:
             self._client_port = reserved_ports.reserve_any("")
@@ -270,6 +271,7 @@ class RayNode(Rank):
 
     def _remove_files(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._lock.close()
         if self._client_port is not None:
             self._client_port.close()
         if self._is_head:
@@ -298,27 +300,45 @@ def ray_directory(output: Path) -> Path:
 
     Earlier versions of Ray use that of the head on all of them.
     """
-    name = f"hpctrain-ray-{zlib.crc32(str(output).encode()):08x}"
+    name = f"{_PREFIX}{zlib.crc32(str(output).encode()):08x}"
     directory = Path(tempfile.gettempdir(), name)
     too_long = len(os.fsencode(directory)) > _LONGEST_DIRECTORY
     return Path("/tmp", name) if too_long else directory
 
 
-def _make_directory(output: Path) -> Path:
-    """Make the directory of this launch, and remove those that killed agents have left.
+def _make_directory(output: Path) -> tuple[Path, IO[bytes]]:
+    """Make and lock the directory of this launch; remove those that killed agents have left here.
 
     Raises OSError, also where it belongs to somebody else.
     """
-    directory, launch = ray_directory(output), int(output.name.rpartition("-")[2])
-    for earlier in range(max(1, launch - _EARLIER_LAUNCHES), launch):
-        left = ray_directory(output.with_name(f"launch-{earlier:06d}"))
-        shutil.rmtree(left, ignore_errors=True)
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise FileExistsError(None, "it belongs to somebody else", str(directory))
-    return directory
+    directory = ray_directory(output)
+    for left in directory.parent.glob(f"{_PREFIX}*"):
+        if left != directory:
+            with contextlib.suppress(OSError):  # of somebody else, or held by its agent
+                _remove_unlocked(left)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise FileExistsError(None, "it belongs to somebody else", str(directory))
+        path = directory / _LOCK
+        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
+        fcntl.flock(lock, fcntl.LOCK_SH)  # by all agents of a launch that share a directory
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.lstat()):
+                return directory, lock
+        lock.close()  # it was just removed
+
+
+def _remove_unlocked(directory: Path) -> None:
+    """Remove a directory of Ray that no agent holds. Raises OSError where one does."""
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _number_of(address: str) -> str | None:

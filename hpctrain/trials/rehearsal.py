@@ -85,6 +85,7 @@ from hpctrain.trials.rehearsal_proofs import (
     save_seconds,
     saved_on_signal,
     started,
+    trained_twice,
     unpromised,
 )
 
@@ -108,38 +109,46 @@ _BLIND_SECONDS = 5.0
 # A launch that fails by itself may be bad luck, such as a port that is taken; another one is not.
 _FAILURES = 2
 _NEAR_SECONDS = 120.0
+_TOO_NEAR = "it reaches its target before this can be done: rehearse it with more steps"
 _RUNS_PER_FAULT = 2  # the first one may reach its target
 _TRUNCATIONS = 3  # a newer checkpoint may be published meanwhile
 _COPIED_BYTES = 2**20
 _STEP_NAME = "hpctrain-try"
 
 # Kills the rank with the highest number on a node, of a job of this user, with all its processes.
-# Prints its number, or nothing. RANK is what torchrun and its like set for each rank; without it
-# srun's own number counts. The step of this script, the batch step and others are left alone.
-_KILL_RANK = r"""
-has() { grep -qzxF "$2" "$1/environ" 2>/dev/null; }
-of() { sed -zn "s/^$2=\([0-9][0-9]*\)$/\1/p" "$1/environ" 2>/dev/null | tr -d '\0'; }
+# Prints what it was, or nothing. RANK is what torchrun and its like set for each rank. A trainer's
+# command may have none: then the driver of Ray is killed, which alone has its address, else all
+# that the command has started, which the agent above it marks. Ranks of hpctrain's engines have
+# srun's own number. The step of this script, the batch step and others are left alone.
+KILL_RANK = r"""
+has() { grep -qzxF "$1" "$process/environ" 2>/dev/null; }
+knows() { grep -qz "^$1=" "$process/environ" 2>/dev/null; }
+of() { sed -zn "s/^$1=\([0-9][0-9]*\)$/\1/p" "$process/environ" 2>/dev/null | tr -d '\0'; }
 ranks() {
     for process in /proc/[0-9]*; do
-        [ -O "$process" ] && has "$process" "SLURM_JOB_ID=$SLURM_JOB_ID" || continue
-        [ -z "$SLURM_CONF" ] || has "$process" "SLURM_CONF=$SLURM_CONF" || continue
-        has "$process" "SLURMD_NODENAME=$SLURMD_NODENAME" || continue
-        step=$(of "$process" SLURM_STEP_ID)
+        [ -O "$process" ] && has "SLURM_JOB_ID=$SLURM_JOB_ID" || continue
+        [ -z "$SLURM_CONF" ] || has "SLURM_CONF=$SLURM_CONF" || continue
+        has "SLURMD_NODENAME=$SLURMD_NODENAME" || continue
+        step=$(of SLURM_STEP_ID)
         [ -n "$step" ] && [ "$step" != "$SLURM_STEP_ID" ] || continue
-        rank=$(of "$process" "$1")
-        [ -z "$rank" ] || echo "$rank ${process#/proc/}"
-    done | sort -rn
+        kind=1 rank=$(of RANK)
+        [ -n "$rank" ] || kind=4 rank=$(of SLURM_PROCID)
+        [ $kind = 1 ] || ! knows HPCTRAIN_OUTPUT || kind=3
+        [ $kind != 3 ] || ! knows RAY_ADDRESS || kind=2
+        [ -z "$rank" ] || echo "$kind $rank ${process#/proc/}"
+    done | sort -k1,1n -k2,2nr
 }
-for name in RANK SLURM_PROCID; do
-    found=$(ranks "$name")
-    [ -n "$found" ] || continue
-    rank=${found%% *}
-    echo "$found" | while read -r number process; do
-        [ "$number" != "$rank" ] || kill -9 "$process" 2>/dev/null
-    done
-    echo "$rank"
-    exit 0
+found=$(ranks)
+[ -n "$found" ] || exit 0
+set -- $found
+echo "$found" | while read -r kind rank process; do
+    [ "$kind $rank" != "$1 $2" ] || kill -9 "$process" 2>/dev/null
 done
+case $1 in
+2) echo "the driver of Ray" ;;
+3) echo "the command on $SLURMD_NODENAME" ;;
+*) echo "rank $2" ;;
+esac
 """
 
 Found = TypeVar("Found")
@@ -169,6 +178,10 @@ class _Missed(Exception):
 
 class _Done(_Missed):
     """The run has reached its target before what was waited for."""
+
+
+class _NotPossible(_Missed):
+    """What was to be done to the run could not be done here, which proves nothing about it."""
 
 
 def rehearse(
@@ -276,7 +289,7 @@ class _WatchedRun:
     """A run of the rehearsal; waits read its directory, and ask Slurm as often as is allowed.
 
     `tells`: the trainer reports its steps, and in `rows` with a value of them. Of another one only
-    checkpoints are known (`saves`), or nothing.
+    checkpoints are known (`saves`), or nothing. `has_driver`: its only rank is on the first node.
     """
 
     run: RunFiles
@@ -286,6 +299,7 @@ class _WatchedRun:
     tells: bool = True
     rows: bool = True
     saves: bool = True
+    has_driver: bool = False
     _asked_at: float = -math.inf
     _since: float = -math.inf
     _row: RunStatus | None = None
@@ -377,7 +391,8 @@ class _WatchedRun:
                 words = f"launch {failed[-1].epoch} ended: {failed[-1].end_words}"
                 raise _Missed(f"{what} was not seen: {words}")
             if queued > self.wanted.patience_seconds:
-                raise _Missed(f"{what} was not seen: {short_duration(queued)} in the queue")
+                waited = short_duration(queued)
+                raise _NotPossible(f"{what} was not seen: the job waited {waited} in the queue")
             if active > limit:
                 raise _Missed(f"{what} was not seen within {short_duration(limit)}")
         return found
@@ -440,20 +455,21 @@ class _WatchedRun:
 
         return self.wait(f"the end of launch {launch.epoch}", ended, seconds)
 
-    def kill_rank(self) -> int:
-        """Kill one rank of the present attempt, and return its number. Raises _Missed."""
+    def kill_rank(self) -> str:
+        """Kill one rank of the present attempt, and return which. Raises _Missed."""
         attempt, there = self.attempt, slurm_of(self.run, self.slurm)
         try:
             assert attempt.job_id is not None
-            node = there.hostnames(attempt.nodes or "")[-1]
-            words = ["/bin/sh", "-c", _KILL_RANK]
+            node = there.hostnames(attempt.nodes or "")[0 if self.has_driver else -1]
+            words = ["/bin/sh", "-c", KILL_RANK]
             answer = there.run_on_node(attempt.job_id, node, _STEP_NAME, words)
         except (SlurmError, IndexError) as error:
-            raise _Missed(f"Slurm started no step that kills a rank: {error}") from error
-        if not answer.strip().isdigit():
-            raise _Missed(f"no process of a rank was found on {node}")
-        self.say(f"{self.run.run_id}: killed rank {answer.strip()} by -9")
-        return int(answer)
+            raise _NotPossible(f"Slurm started no step that kills a rank: {error}") from error
+        victim = answer.strip()
+        if not victim:
+            raise _NotPossible(f"no process of a rank was found on {node}")
+        self.say(f"{self.run.run_id}: killed {victim} by -9")
+        return victim
 
     def truncate(self, step: int) -> None:
         """Shorten the largest file of a checkpoint of this run.
@@ -566,6 +582,7 @@ class _Rehearsal:
             watched.tells = bool(trainer.metrics) or trainer.talks
             watched.rows = any(reports_values(one) for one in trainer.metrics)
             watched.saves = trainer.checkpoint is not None
+            watched.has_driver = trainer.starts_by == "ray"
         return watched
 
     def _prove(self, proof: Proof) -> None:
@@ -579,7 +596,8 @@ class _Rehearsal:
             yield
         except _Missed as missed:
             if topic not in self.proofs and not isinstance(missed, _Done):
-                self._prove(proved(topic, False, str(missed)))
+                verdict = None if isinstance(missed, _NotPossible) else False
+                self._prove(proved(topic, verdict, str(missed)))
             raise
 
     # -- start, first checkpoint, end ------------------------------------------------------
@@ -664,7 +682,7 @@ class _Rehearsal:
                     watched = None
                     break
             else:
-                self._leave_out(topic, "the run reaches its target before the fault")
+                self._leave_out(topic, _TOO_NEAR)
         if LOSSES not in self.proofs:
             exact, bound = True, bound_of("bf16", "bf16")
             if isinstance(self.spec, TrainerRunSpec):
@@ -696,19 +714,26 @@ class _Rehearsal:
         layout, before = watched.run.layout, watched.newest
         attempt = watched.attempt
         assert attempt.job_id is not None
-        patience = read_supervise_config(layout.supervise_config).warning_seconds
+        config = read_supervise_config(layout.supervise_config)
+        patience, refused = config.warning_seconds, None
         with self._proving(SAVE):
             try:
                 slurm_of(watched.run, self.slurm).signal_batch(attempt.job_id, "USR1")
             except SlurmError as error:
-                raise _Missed(f"Slurm did not send the signal: {error}") from error
+                # An element of an array gets it, and scancel fails all the same (Slurm 22.05).
+                refused = error
             self.say(f"{watched.run.run_id}: sent USR1, as Slurm warns before the time limit")
 
             def arrived() -> Event | None:
                 signals = (one for one in watched.events if one.event is EventKind.SIGNAL)
                 return next((one for one in signals if one.attempt == attempt.attempt), None)
 
-            sent = watched.wait("the signal at the supervisor", arrived, _SIGNAL_SECONDS)
+            try:
+                sent = watched.wait("the signal at the supervisor", arrived, _SIGNAL_SECONDS)
+            except _Missed as missed:
+                if refused is None:
+                    raise
+                raise _NotPossible(f"Slurm did not send the signal: {refused}") from missed
             ended = watched.wait_end(launch, patience + _SIGNAL_SECONDS)
             assert ended.end is not None
             if SAVE not in self.proofs:
@@ -726,46 +751,65 @@ class _Rehearsal:
                     )
                 )
         with self._proving(RESUME):
-            how, expected = "by the supervisor itself", watched.newest
-            if watched.status().state is RunState.STOPPED:
+            how, expected = "", watched.newest
+            if config.continuation == "none":
+                watched.wait_over()
                 self.say(control.resume(watched.run, self.slurm).message)
                 how = "by `hpctrain resume`: this site does not requeue"
             after = watched.wait_launch(launch.epoch)
+            if not how:
+                is_same = after.start.job_id == attempt.job_id
+                job = "the same job" if is_same else f"the run's next job, {after.start.job_id}"
+                how = f"by itself, in {job}"
             if RESUME not in self.proofs:
                 self._prove(resumed(after, expected, how))
 
     def _killed(self, watched: _WatchedRun, launch: TriedLaunch) -> None:
         with self._proving(KILLED):
-            rank = watched.kill_rank()
+            victim = watched.kill_rank()
             killed_at = clock.monotonic()
             ended = watched.wait_end(launch)
             expected = watched.newest
             after = watched.wait_launch(launch.epoch)
             seconds = clock.monotonic() - killed_at
-            self._prove(restarted(ended, after, expected, rank, seconds))
+            self._prove(restarted(ended, after, expected, victim, seconds))
 
     def _truncated(self, watched: _WatchedRun, launch: TriedLaunch) -> None:
         """Kill a rank and truncate what it has saved; then train the steps behind it again.
 
         After the end of a launch, because a trainer may save while it is ended. The next one may
-        have begun by then: another rank is killed.
+        have begun by then: another rank is killed. The checkpoint before the truncated one should
+        be one that a launch went through: else there is nothing to compare losses with.
         """
         root, damaged, expected = watched.run.layout.checkpoints, 0, 0
+
+        def compares(step: int) -> bool:
+            launches = watched.launches
+            known = LOSSES in self.proofs or trained_twice(launches)
+            return known or any(one.resume_step < step < one.last_step for one in launches)
+
+        def saved() -> bool | None:
+            steps = watched.good_steps
+            return True if len(steps) > 1 and compares(steps[-2]) else None
+
         with self._proving(DAMAGED):
-            watched.wait(
-                "a second checkpoint", lambda: True if len(watched.good_steps) > 1 else None
-            )
-            for _ in range(_TRUNCATIONS):
+            for tries_left in reversed(range(_TRUNCATIONS)):
+                if published_steps(root)[-1] != damaged:
+                    watched.wait("a second checkpoint", saved)
                 watched.kill_rank()
                 watched.wait_end(launch)
                 known = max(one.last_step for one in watched.launches)
                 if published_steps(root)[-1] != damaged:
-                    *_, expected, damaged = watched.good_steps
-                    watched.truncate(damaged)
+                    *_, older, newest = watched.good_steps
+                    if compares(older) or not tries_left:
+                        expected, damaged = older, newest
+                        watched.truncate(damaged)
                 launch = watched.wait_launch(launch.epoch)
-                if launch.resume_step != damaged:
+                if launch.resume_step < damaged:
                     break
-                self.say(f"{watched.run.run_id}: launch {launch.epoch} had begun; once more")
+                begun = launch.resume_step == damaged
+                why = f"launch {launch.epoch} had begun" if begun else "it had saved another one"
+                self.say(f"{watched.run.run_id}: {why}; once more")
             self._prove(passed_over(launch, watched.events, damaged, expected))
         upto = min(max(damaged, expected + 1) + _STEPS_BEYOND, known)
         if watched.tells:

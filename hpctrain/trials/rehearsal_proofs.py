@@ -182,31 +182,37 @@ def saved_on_signal(
 
 
 def resumed(launch: TriedLaunch, expected: int, how: str) -> Proof:
-    """Judge where a launch has begun: at the checkpoint that it was given, the newest good one."""
-    first = launch.first_step
-    if launch.resume_step != expected:
-        fact = f"from step {launch.resume_step}, and the newest good checkpoint is step {expected}"
+    """Judge where a launch has begun: at the checkpoint that it was given, the newest good one.
+
+    `expected` is the newest when the launch before it ended. What that one has left complete is
+    published later, and may be newer.
+    """
+    first, given = launch.first_step, launch.resume_step
+    if given < expected:
+        fact = f"from step {given}, and the newest good checkpoint is step {expected}"
         return proved(RESUME, False, fact)
-    if first is not None and first <= expected:
-        fact = f"given the checkpoint of step {expected}, and its first step was {first}"
+    if first is not None and first <= given:
+        fact = f"given the checkpoint of step {given}, and its first step was {first}"
         return proved(RESUME, False, fact)
-    if not expected:
+    if not given:
         return proved(RESUME, False, "there was no checkpoint to resume from")
     seen = "its steps are not reported" if first is None else f"first step {first}"
-    return proved(RESUME, True, f"from step {expected}, {seen}; {how}")
+    return proved(RESUME, True, f"from step {given}, {seen}; {how}")
 
 
 def restarted(
-    killed: TriedLaunch, after: TriedLaunch, expected: int, rank: int, seconds: float
+    killed: TriedLaunch, after: TriedLaunch, expected: int, victim: str, seconds: float
 ) -> Proof:
-    """Judge the launch that follows a killed rank."""
+    """Judge the launch that follows a killed rank; `expected` as in `resumed`."""
     cause = killed.end.cause if killed.end is not None else "unknown"
     lost = max(0, killed.last_step - after.resume_step)
     fact = (
-        f"rank {rank} killed by -9 ({cause}): started again after {short_duration(seconds)} from "
+        f"{victim} killed by -9 ({cause}): started again after {short_duration(seconds)} from "
         f"step {after.resume_step}, {_steps(lost)} lost"
     )
-    return proved(KILLED, after.resume_step == expected, fact)
+    if after.resume_step < expected:
+        fact += f", and the newest good checkpoint is step {expected}"
+    return proved(KILLED, after.resume_step >= expected, fact)
 
 
 def passed_over(after: TriedLaunch, events: Sequence[Event], damaged: int, expected: int) -> Proof:
@@ -219,6 +225,9 @@ def passed_over(after: TriedLaunch, events: Sequence[Event], damaged: int, expec
         ),
         None,
     )
+    if rejection is None and after.resume_step > damaged:
+        fact = "each time there was a newer checkpoint than the truncated one: it saves too often"
+        return proved(DAMAGED, None, fact)
     if rejection is None:
         fact = f"step {damaged} was truncated and not rejected; step {after.resume_step} was used"
         return proved(DAMAGED, False, fact)
@@ -278,6 +287,11 @@ def same_losses(runs: Sequence[Sequence[TriedLaunch]], bound: float, *, exact: b
         f"(up to {bound:g}; {what})"
     )
     return proved(LOSSES, within, fact)
+
+
+def trained_twice(launches: Sequence[TriedLaunch]) -> bool:
+    """Whether a launch that resumed has losses of steps that one has which went through."""
+    return any(_overlaps(launches))
 
 
 def _overlaps(launches: Sequence[TriedLaunch]) -> Iterator[_Overlap]:

@@ -27,7 +27,7 @@ def main() -> int:
     given, broken, asked = parser.parse_args(), os.environ.get("BROKEN"), list[int]()
     if broken != "deaf":
         signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    if os.environ["RANK"] != "0":
+    if os.environ.get("RANK", "0") != "0":  # a command that starts no ranks is one
         while not asked and broken != "early":
             time.sleep(STEP_SECONDS)
         return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import hpctrain
+from ray_environment import ray_python
 from rehearsal import Stage
 
 from hpctrain.job.submit import rehearsal_note
@@ -17,12 +18,14 @@ from hpctrain.records.rehearsals import read_rehearsals
 pytestmark = pytest.mark.stand_in
 
 TRAINER = Path(__file__).resolve().parent / "promising_trainer.py"
+RAY_LOOP = Path(__file__).resolve().parents[2] / "examples" / "any-trainer" / "ray_loop.py"
 OWN = r"""
 name: own
 trainer:
   command: [{python}, {trainer}, "{{output}}", --resume, "{{resume}}", --steps, "{steps}"]
   done: {{step: {steps}}}
   checkpoint: {{path: "state-{{step}}.json", complete: {{json: ["."]}}}}
+  launch: {launch}
   signal: {{save: TERM, seconds: 20s}}
   metrics: [{{output: 'step (?P<step>\d+) loss (?P<loss>\S+)'}}]
 environment: {{variables: {{BROKEN: "{broken}"}}}}
@@ -101,12 +104,66 @@ def test_a_trainer_whose_target_is_near_ends_there(place: Stage) -> None:
     assert {one["verdict"] for one in told["proofs"]} == {"yes"} and code == 0, told
 
 
-def rehearsed(place: Stage, broken: str, steps: int = 100_000) -> tuple[int, dict[str, Any]]:
+@pytest.mark.nightly("a rehearsal of half a minute for each launcher")
+@pytest.mark.parametrize(
+    ("launch", "victim"), [("accelerate", "rank 1"), ("self", "the command on n")]
+)
+def test_each_launcher_is_rehearsed(place: Stage, launch: str, victim: str) -> None:
+    assert_all_but_the_end(*rehearsed(place, "", launch=launch), victim)
+
+
+@pytest.mark.nightly("Ray takes ten seconds to start, four times")
+def test_ray_is_rehearsed_on_two_nodes(place: Stage) -> None:
+    _, files = place.prepared("name=tiny")  # one GPU on each node
+    command = f'["{ray_python()}", "{RAY_LOOP}", "{{output}}", "100000", "{{resume}}"]'
+    far = ("--set", f"trainer.command={command}", "--set", "trainer.done.step=100000")
+    told = tried(place, files, RAY_LOOP.with_name("ray.yaml"), "--nodes", "2", *far)
+    assert_all_but_the_end(*told, "the driver of Ray")
+    assert told[1]["nodes"].startswith("2 nodes")
+
+
+@pytest.mark.nightly("a rehearsal of a minute for each way in which a site continues runs")
+@pytest.mark.parametrize(
+    ("continuation", "words"),
+    [
+        ("chain", "by itself, in the run's next job"),
+        ("singleton", "by itself, in the run's next job"),
+        ("array", "by itself, in the run's next job"),
+        ("none", "by `hpctrain resume`: this site does not requeue"),
+    ],
+)
+def test_each_continuation_is_rehearsed(place: Stage, continuation: str, words: str) -> None:
+    """On two nodes with a rank each."""
+    _, files = place.prepared("name=tiny", continuation=continuation)
+    code, told = tried(place, files, files / "rehearsal.yaml", "--nodes", "2")
+    assert {one["verdict"] for one in told["proofs"]} == {"yes"} and code == 0, str(told)
+    (resume,) = (one["fact"] for one in told["proofs"] if one["topic"] == "resume")
+    assert words in resume and told["nodes"].startswith("2 nodes")
+    assert not place.sandbox.command("squeue", "--noheader", "--states=PD,R").strip()
+
+
+def rehearsed(
+    place: Stage, broken: str, steps: int = 100_000, launch: str = "torchrun"
+) -> tuple[int, dict[str, Any]]:
     """Rehearse the tiny trainer, which breaks a promise; returns exit code and record."""
     _, files = place.prepared("name=tiny", gpus_per_node=2)
-    spec = files / "own.yaml"
-    spec.write_text(OWN.format(python=sys.executable, trainer=TRAINER, broken=broken, steps=steps))
-    words = [str(spec), "-p", str(files / "profile.yaml"), "--runs", str(place.runs)]
-    done = hpctrain("try", *words, "-y", "--json")
+    spec, own = files / "own.yaml", dict(broken=broken, steps=steps, launch=launch)
+    spec.write_text(OWN.format(python=sys.executable, trainer=TRAINER, **own))
+    return tried(place, files, spec)
+
+
+def tried(place: Stage, files: Path, spec: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    profile, runs = files / "profile.yaml", place.runs
+    done = hpctrain(
+        "try", str(spec), "-p", str(profile), "--runs", str(runs), "-y", "--json", *words
+    )
     assert done.exit_code in (0, 7), done.stdout + done.stderr
     return done.exit_code, json.loads(done.stdout)["rehearsal"]
+
+
+def assert_all_but_the_end(code: int, told: dict[str, Any], victim: str) -> None:
+    verdicts = {one["topic"]: one["verdict"] for one in told["proofs"]}
+    assert verdicts.pop("end at its target") == "not tried"
+    assert set(verdicts.values()) == {"yes"} and code == 0, told
+    (killed,) = (one["fact"] for one in told["proofs"] if one["topic"] == "killed rank")
+    assert killed.startswith(victim), killed

@@ -3,6 +3,7 @@
 `HELD_TRAINER=1:34` has rank 1 of launch 1 wait when its optimizer has taken step 34, until it hears
 a signal that it catches; the others wait for it. Whatever the framework is, its optimizer is one of
 PyTorch. A trainer that talks to hpctrain is asked by a socket, after the request to stop is there.
+A driver of Ray has no rank and no optimizer: it waits when its actors have played step 34.
 """
 
 import importlib.util
@@ -14,10 +15,9 @@ import time
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-MODULE = "torch.optim.optimizer"
 
-
-def hold(module):
+def hold(after_each_step):
+    """Wait in the step of HELD_TRAINER, where `after_each_step` has a function called."""
     output = Path(os.environ["HPCTRAIN_OUTPUT"])  # RUN/output/launch-000001
     launch, held = map(int, os.environ["HELD_TRAINER"].split(":"))
     if int(output.name.rpartition("-")[2]) != launch:
@@ -37,14 +37,28 @@ def hold(module):
         elif step > held and talks:
             time.sleep(0.2)  # what is asked for comes by a socket, within a second
 
-    module.register_optimizer_step_post_hook(count)
+    after_each_step(count)
+
+
+def after_each_get(ray, count):
+    get = ray.get
+
+    def counted_get(*words, **named):
+        found = get(*words, **named)
+        count()
+        return found
+
+    ray.get = counted_get
 
 
 class Changer(MetaPathFinder):
-    """Changes the module when it has been imported."""
+    """Changes a module when it has been imported."""
+
+    def __init__(self, module, change):
+        self.module, self.change = module, change
 
     def find_spec(self, name, path, target=None):
-        if name != MODULE:
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -52,11 +66,22 @@ class Changer(MetaPathFinder):
 
         def exec_module(module):
             real(module)
-            hold(module)
+            self.change(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-if os.environ.get("RANK") == "1" and os.environ.get("HELD_TRAINER"):
-    sys.meta_path.insert(0, Changer())
+if os.environ.get("HELD_TRAINER"):
+    if os.environ.get("RANK") == "1":
+        sys.meta_path.insert(
+            0,
+            Changer(
+                "torch.optim.optimizer",
+                lambda module: hold(module.register_optimizer_step_post_hook),
+            ),
+        )
+    elif "RAY_ADDRESS" in os.environ:
+        sys.meta_path.insert(
+            0, Changer("ray", lambda ray: hold(lambda count: after_each_get(ray, count)))
+        )

@@ -162,3 +162,31 @@ def test_a_stop_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
         agent.send_signal(signal.SIGTERM)
     assert launch.wait() == [TrainerExit.YIELDED, TrainerExit.DONE], launch.printed
     launch.assert_nothing_left()
+
+
+@pytest.mark.variant("test_a_stop_while_ray_starts_leaves_nothing")
+def test_what_killed_agents_have_left_goes_with_the_next_launch_on_the_node(tmp_path: Path) -> None:
+    """And nothing of those that live."""
+    launches = {}
+    for name in ("alive", "killed", "next"):
+        (tmp_path / name).mkdir()
+        launches[name] = launch = RayLaunch(tmp_path / name)
+        if name != "next":
+            (launch.pids / "hold").touch()
+            launch.wait_until_up()
+        if name == "killed":
+            for agent in launch.agents:
+                agent.kill()
+                agent.wait(PATIENCE_SECONDS)
+    places = {name: one.run.launch_output(one.epoch) for name, one in launches.items()}
+    assert launches["next"].wait() == [TrainerExit.DONE, TrainerExit.DONE]
+    there = [name for name, place in places.items() if ray_directory(place).exists()]
+    assert there == ["alive"]
+    for name in ("alive", "killed"):
+        (launches[name].pids / "hold").unlink()
+    assert launches["alive"].wait() == [TrainerExit.DONE, TrainerExit.DONE]
+    launches["alive"].assert_nothing_left()
+    for path in launches["killed"].pids.glob("[0-9]*-n*"):  # as Slurm does
+        pid, _, node = path.name.partition("-")
+        os.kill(int(pid), signal.SIGKILL)
+        (path.parent / f"die-{node}").touch()

@@ -108,16 +108,20 @@ def test_a_save_on_the_signal_is_one_of_the_last_step(
 def test_a_resume_begins_behind_the_newest_good_checkpoint() -> None:
     assert resumed(launch(2, 10, 12), 10, "so").verdict == "yes"
     assert "newest good checkpoint is step 20" in resumed(launch(2, 10, 12), 20, "so").fact
+    assert resumed(launch(2, 10, 12), 5, "so").verdict == "yes", "published after the end"
     over = TriedLaunch(start(2, 10), (row(2, 1, 1.0),))
     assert "its first step was 1" in resumed(over, 10, "so").fact
     assert resumed(launch(2, 0, 3), 0, "so").verdict == "no", "there was nothing to resume from"
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint() -> None:
-    found = restarted(launch(1, 0, 14), launch(2, 10, 12), 10, 7, 4.0)
+    found = restarted(launch(1, 0, 14), launch(2, 10, 12), 10, "rank 7", 4.0)
     assert found.verdict == "yes"
     assert "rank 7" in found.fact and "from step 10, 4 steps lost" in found.fact
-    assert restarted(launch(1, 0, 14), launch(2, 0, 12), 10, 7, 4.0).verdict == "no"
+    behind = restarted(launch(1, 0, 14), launch(2, 0, 12), 10, "rank 7", 4.0)
+    assert behind.verdict == "no" and behind.fact.endswith("newest good checkpoint is step 10")
+    left = restarted(launch(1, 0, 14), launch(2, 14, 16), 10, "rank 7", 4.0)
+    assert left.verdict == "yes", "published after the end of the launch that had saved it"
 
 
 def test_a_truncated_checkpoint_has_to_be_rejected() -> None:
@@ -127,6 +131,7 @@ def test_a_truncated_checkpoint_has_to_be_rejected() -> None:
     good = passed_over(launch(3, 10, 12), [event], 20, 10)
     assert good.verdict == "yes" and "half of it" in good.fact
     assert passed_over(launch(3, 20, 22), [], 20, 10).verdict == "no"
+    assert passed_over(launch(3, 30, 32), [], 20, 10).verdict == "not tried", "nobody looked at it"
     assert passed_over(launch(3, 0, 22), [event], 20, 10).verdict == "no", "not the one before"
 
 
