@@ -35,7 +35,7 @@ from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import save_interval, saver, writer
+from hpctrain.train.saving import publication, save_interval, saver, writer
 from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 from hpctrain.train.saving.save_interval import SaveInterval
 
@@ -122,7 +122,7 @@ def _waited_for(place: Path) -> None:
         wait_until((place / f"{directory.name}-written").exists)
         real(directory, *given)
 
-    @wrap(saver, "publish")
+    @wrap(publication, "publish")
     def publish(real: Any, root: Path, manifest: Any, fence: Any) -> Path:
         wait_until((place / f"{partial_name(manifest.step, manifest.epoch)}-published").exists)
         return real(root, manifest, fence)

@@ -19,7 +19,7 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import TrainerExit, read_saves
 from hpctrain.train import storage
-from hpctrain.train.saving import saver, writer
+from hpctrain.train.saving import publication, saver, writer
 from hpctrain.train.storage import Need, check_room
 
 CRASHED = TrainerExit.CRASH
@@ -261,7 +261,7 @@ ASYNC: dict[str, Any] = dict(TWO, async_save=True)
 # and megatron-core has the others wait for it
 LOST: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "writer": (writer, "write_rank_digests", 0, {}),
-    "publisher": (saver, "publish", 0, dict(async_save=True)),
+    "publisher": (publication, "publish", 0, dict(async_save=True)),
     "writer of one rank": (writer, "write_rank_digests", 1, ASYNC),
     "index": (filesystem_async.FileSystemWriterAsync, "finish", 0, ASYNC),
     "format": (serialization, "save_config", 0, ASYNC),
@@ -295,7 +295,7 @@ def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: MakeTrial) -
     def prepare() -> None:
         storage.PATIENCE_SECONDS = 1.0
         storage._EXIT_RECORD_SECONDS = LIMIT_SECONDS
-        goes_away_at(saver, "publish", run, 0)()
+        goes_away_at(publication, "publish", run, 0)()
 
         @wrap(storage, "write_exit_record")
         def write_exit_record(real: Any, layout: Any, node_rank: int, record: Any) -> None:

@@ -106,23 +106,24 @@ def compute_slowly(fault: Fault) -> None:
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train.saving import saver
+    from hpctrain.train.saving import publication
 
-    real = saver.publish
+    real = publication.publish
 
     def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(fault["seconds"])
         return real(*arguments, **keywords)
 
-    saver.publish = slow
+    publication.publish = slow
 
 
 def die_unpublished(fault: Fault) -> None:
     """End between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train.saving import saver
+    from hpctrain.train.saving import publication
 
-    saver.publish = lambda *arguments, **keywords: os._exit(fault["code"])
+    assert publication.publish, "replacing what is not there would be no fault"
+    publication.publish = lambda *arguments, **keywords: os._exit(fault["code"])
 
 
 def poison(fault: Fault) -> None:
