@@ -70,7 +70,9 @@ def test_a_run_that_rewinds_and_is_preempted_has_one_curve(
     assert rehearsal.causes == ["crash", "preempted", "done"], rehearsal.logs()
     assert rehearsal.attempts == 2
     failures = [event.reason or "" for event in rehearsal.events(EventKind.TRACKING_FAILED)]
-    assert all(reason.startswith(LATE) for reason in failures), failures
+    # Slurm sends TERM to all processes of a job that it ends, of which W&B's own dies
+    expected = (LATE, "W&B: ServicePollForTokenError: wandb-core exited with code -15")
+    assert all(reason.startswith(expected) for reason in failures), failures
     if failures:  # this machine may be too slow to write everything within seconds of the end
         export(rehearsal)
     assert len(read_metrics(rehearsal.run.layout)) > STEPS, "steps were trained again"
