@@ -388,7 +388,8 @@ class _Passage:
         ]
         resumed_step = (starts[-1].resume_step or 0) if starts else None
         if starts and not target.done:
-            verified = newest_verified(target.rehearsal, (starts[-1].epoch or 1) - 1)
+            newest = starts[-1]
+            verified = newest_verified(target.rehearsal, (newest.epoch or 1) - 1, newest.time)
             if resumed_step != verified:
                 self.fate.wrong.append(f"{chosen}: resumed at {resumed_step}, not at {verified}")
         self.fate.struck.append(

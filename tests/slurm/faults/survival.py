@@ -153,12 +153,21 @@ def _launches(events: list[Event]) -> Iterator[tuple[int, Event]]:
             yield index, event
 
 
-def newest_verified(rehearsal: Rehearsal, epoch: int) -> int:
+def newest_verified(rehearsal: Rehearsal, epoch: int, before: float = 0.0) -> int:
     """Read byte by byte, not from what the supervisor says: the newest good checkpoint that a
-    launch up to `epoch` has published; 0 if there is none."""
+    launch up to `epoch` has published; 0 if there is none. `before`: when the next launch began,
+    for which the supervisor may have published what that one has left complete."""
     found = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
-    steps = [one.step for one in found if one.good and one.manifest and one.manifest.epoch <= epoch]
-    return max(steps, default=0)
+    return max(
+        (
+            one.step
+            for one in found
+            if one.good
+            and one.manifest
+            and (one.manifest.epoch <= epoch or one.manifest.time <= before)
+        ),
+        default=0,
+    )
 
 
 def flip_a_byte(path: Path) -> None:
