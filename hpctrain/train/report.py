@@ -82,30 +82,30 @@ def _raise_if_full(error: OSError | None) -> None:
         raise error
 
 
-class Reporter:
-    """Writes the records of a launch; does nothing on ranks other than 0."""
+class LaunchReporter:
+    """What a launch shows of itself, whoever trains: an engine's ranks, a program, or an agent.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._writes = self._logs = job.launch.leads
-        self._metrics = RecordFile(job.run, job.run.metrics)
-        self._saves = RecordFile(job.run, job.run.saves)
-        self._phase: Phase = "starting"
+    `step` is the last finished one that is known here, `checkpoint_step` that of the newest
+    checkpoint; `loss` and `step_seconds` belong to the newest step of this launch.
+    """
+
+    def __init__(
+        self, run: RunLayout, epoch: int, resume_step: int | None, target_step: int | None
+    ) -> None:
         # A resumed run is not at step 0 while its checkpoint is being loaded.
-        self._checkpoint_step = step_of(job.launch.resume)
-        self._step = self._checkpoint_step or 0
-        self._last: StepResult | None = None
+        self.step, self.checkpoint_step = resume_step or 0, resume_step
+        self.loss: float | None = None
+        self.step_seconds: float | None = None
+        self._run, self._epoch, self._target = run, epoch, target_step
+        self._metrics = RecordFile(run, run.metrics)
+        self._writes = True
+        self._phase: Phase = "starting"
         self._written_at = -math.inf
-
-    @property
-    def step(self) -> int:
-        """The last finished step known to this rank."""
-        return self._step
 
     def phase(self, phase: Phase, step: int | None = None) -> None:
         """Enter a phase; the progress record is always written."""
         self._phase = phase
-        self._step = self._step if step is None else step
+        self.step = self.step if step is None else step
         self._write_progress()
 
     def still_working(self) -> None:
@@ -113,12 +113,56 @@ class Reporter:
         if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
             self._write_progress()
 
+    def rank_times(self, times: RankTimes) -> None:
+        self._replace(self._run.rank_times, times)
+
+    def close(self) -> None:
+        """Write all rows of this launch. Raises OSError if that fails."""
+        self._metrics.close()
+
+    def _write_progress(self) -> None:
+        if not self._writes:
+            return
+        self._written_at = time.monotonic()
+        progress = Progress(
+            epoch=self._epoch,
+            phase=self._phase,
+            step=self.step,
+            target_step=self._target,
+            time=time.time(),
+            step_seconds=self.step_seconds,
+            loss=self.loss,
+            checkpoint_step=self.checkpoint_step,
+        )
+        if not self._replace(self._run.progress, progress):
+            self._written_at = -math.inf  # with the next step
+
+    def _replace(self, path: Path, record: Record) -> bool:
+        """Write a record; returns False if that failed. Raises OSError when the disk is full."""
+        try:
+            write_record(path, record, durable=False)
+        except OSError as error:
+            _raise_if_full(error)
+            return False
+        return True
+
+
+class Reporter(LaunchReporter):
+    """Writes the records of a launch of an engine; does nothing on ranks other than 0."""
+
+    def __init__(self, job: Job) -> None:
+        launch, target_step = job.launch, job.config.train_steps
+        super().__init__(job.run, launch.epoch, step_of(launch.resume), target_step)
+        self._job = job
+        self._writes = self._logs = launch.leads
+        self._saves = RecordFile(job.run, job.run.saves)
+
     def resumed_from(self, step: int) -> None:
-        self._step = self._checkpoint_step = step
+        self.step = self.checkpoint_step = step
 
     def finished_step(self, result: StepResult, evaluation: Evaluation | None) -> None:
         """Record one step: a metrics row, sometimes progress, sometimes a log line."""
-        self._step, self._last = result.step, result
+        self._note(result)
         if not self._writes:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
@@ -146,18 +190,18 @@ class Reporter:
         if not self._writes:
             return
         metrics = EvaluationMetrics(
-            step=self._step,
+            step=self.step,
             epoch=self._job.launch.epoch,
             time=time.time(),
-            eval_loss=_finite(evaluation.loss),
+            eval_loss=finite(evaluation.loss),
             eval_accuracy=evaluation.accuracy,
         )
         self._metrics.append(metrics)
-        self.log("evaluation", step=self._step, eval_loss=evaluation.loss)
+        self.log("evaluation", step=self.step, eval_loss=evaluation.loss)
 
     def published(self, save: SaveRecord) -> None:
         """Record a published checkpoint; called on rank 0 only."""
-        self._checkpoint_step = save.step
+        self.checkpoint_step = save.step
         self._saves.append(save)
         self.log(
             "checkpoint",
@@ -167,11 +211,8 @@ class Reporter:
         )
         self._write_progress()
 
-    def rank_times(self, times: RankTimes) -> None:
-        self._replace(self._job.run.rank_times, times)
-
     def communication(self, record: CommunicationRecord) -> None:
-        self._replace(self._job.run.communication, record)
+        self._replace(self._run.communication, record)
 
     def flush(self) -> None:
         """Write buffered records if that is possible at once."""
@@ -180,7 +221,7 @@ class Reporter:
 
     def close(self) -> None:
         """Write all records of this launch. Raises OSError if that fails."""
-        self._metrics.close()
+        super().close()
         self._saves.close()
 
     def log(self, event: str, **values: object) -> None:
@@ -193,40 +234,10 @@ class Reporter:
             pairs.append(f"{name}={value:.7g}" if number else f"{name}={value}".replace(" ", "_"))
         print(" ".join(pairs), flush=True)
 
-    def _write_progress(self) -> None:
-        if not self._writes:
-            return
-        self._written_at = time.monotonic()
-        progress = progress_of(
-            self._job, self._phase, self._step, self._last, self._checkpoint_step
-        )
-        if not self._replace(self._job.run.progress, progress):
-            self._written_at = -math.inf  # with the next step
-
-    def _replace(self, path: Path, record: Record) -> bool:
-        """Write a record; returns False if that failed. Raises OSError when the disk is full."""
-        try:
-            write_record(path, record, durable=False)
-        except OSError as error:
-            _raise_if_full(error)
-            return False
-        return True
-
-
-def progress_of(
-    job: Job, phase: Phase, step: int, last: StepResult | None, checkpoint_step: int | None
-) -> Progress:
-    """Build the progress record; `last` is the newest step of this launch."""
-    return Progress(
-        epoch=job.launch.epoch,
-        phase=phase,
-        step=step,
-        target_step=job.config.train_steps,
-        time=time.time(),
-        step_seconds=last.step_seconds if last else None,
-        loss=_finite(last.loss) if last else None,
-        checkpoint_step=checkpoint_step,
-    )
+    def _note(self, result: StepResult) -> None:
+        """Make a step the newest one."""
+        self.step, self.step_seconds = result.step, result.step_seconds
+        self.loss = finite(result.loss)
 
 
 def step_metrics(
@@ -238,18 +249,19 @@ def step_metrics(
     if config.peak_flops_per_gpu is not None:
         peak_flops = config.world_size * config.peak_flops_per_gpu
         mfu = config.model_flops_per_step / (result.step_seconds * peak_flops)
-    finite = {"loss": _finite(result.loss), "grad_norm": _finite(result.grad_norm)}
+    numbers = {"loss": finite(result.loss), "grad_norm": finite(result.grad_norm)}
     return StepMetrics(
-        **{**vars(result), **finite},
+        **{**vars(result), **numbers},
         epoch=epoch,
         time=time.time(),
         loss_hex=result.loss.hex(),
         tokens_per_second=tokens / result.step_seconds,
         mfu=mfu,
-        eval_loss=_finite(evaluation.loss) if evaluation else None,
+        eval_loss=finite(evaluation.loss) if evaluation else None,
         eval_accuracy=evaluation.accuracy if evaluation else None,
     )
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """Return a number that JSON can have, else None."""
     return value if value is not None and math.isfinite(value) else None

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.run_records import Phase, Progress, RankTimes, StepMetrics, write_record
+from hpctrain.records.run_records import Phase, RankTimes, StepMetrics
 from hpctrain.spec.trainer import ProgressSource
-from hpctrain.train.report import RecordFile
+from hpctrain.train.report import LaunchReporter, finite
 
-_PROGRESS_SECONDS = 1.0
 # Rows that show how often a trainer reports.
 _FIRST_ROWS = 3
 # For so long a tree is looked at in one go: the agent has more to do.
@@ -186,8 +185,8 @@ class FileReader:
         self._read_bytes[path] = max(done, seen)
 
 
-class Recorder:
-    """Writes progress and metrics of a launch, on the agent that leads.
+class Recorder(LaunchReporter):
+    """Writes what a trainer has reported, on the agent that leads; its records may fail.
 
     `target_step`: None where a file ends the run. `tells`: the trainer's steps are told. `beats`:
     its silence means nothing, so a sign of life comes every second.
@@ -203,22 +202,16 @@ class Recorder:
         tells: bool,
         beats: bool,
     ) -> None:
-        self.step, self.checkpoint_step = resume_step, resume_step or None
+        super().__init__(run, epoch, resume_step or None, target_step)
         self.first_step: int | None = None
         self.row_steps: list[int] = []  # the first ones, by which a wrong start is seen
-        self.loss: float | None = None
         self.samples: int | None = None
-        self._run, self._epoch, self._target = run, epoch, target_step
         self._tells, self._beats = tells, beats
-        self._resume_step = resume_step
-        self._rows = RecordFile(run, run.metrics)
         self._row_step = resume_step
         self._seen_at: float | None = None
-        self._step_seconds: float | None = None
         starting: Phase = "loading" if resume_step else "starting"
-        self._phase: Phase = "training" if beats else starting
+        self._phase = "training" if beats else starting
         self._active, self._active_at = True, time.monotonic()
-        self._written_at = -math.inf
 
     @property
     def has_stepped(self) -> bool:
@@ -246,7 +239,7 @@ class Recorder:
             if self.first_step is None:
                 self.first_step = step
             elif live and self._seen_at is not None and step > self.step:
-                self._step_seconds = (now - self._seen_at) / (step - self.step)
+                self.step_seconds = (now - self._seen_at) / (step - self.step)
             self.step, self._seen_at = step, now if live else None
             self._phase = "training"
         own = {name: value for name, value in values.items() if name != "step"}
@@ -258,7 +251,7 @@ class Recorder:
 
     def _append(self, step: int, own: Values, read_at: float | None) -> None:
         """Append a row of what was reported; the seconds of a step may be measured here."""
-        seconds = own.get("seconds") or (self._step_seconds if read_at is None else None)
+        seconds = own.get("seconds") or (self.step_seconds if read_at is None else None)
         loss, tokens = own.get("loss"), own.get("tokens")
         if loss is not None:
             self.loss = loss if math.isfinite(loss) else None
@@ -269,15 +262,15 @@ class Recorder:
             time=time.time() if read_at is None else read_at,
             loss=self.loss if loss is not None else None,
             loss_hex=None if loss is None else loss.hex(),
-            grad_norm=_finite(own.get("grad_norm")),
-            learning_rate=_finite(own.get("learning_rate")),
+            grad_norm=finite(own.get("grad_norm")),
+            learning_rate=finite(own.get("learning_rate")),
             step_seconds=seconds,
             tokens_per_second=tokens / seconds if tokens and seconds else None,
             mfu=None,
             memory_bytes=None,
             consumed_samples=None if samples is None else int(samples),
         )
-        self._rows.append(row)
+        self._metrics.append(row)
         if samples is not None:
             self.samples = int(samples)
 
@@ -285,15 +278,11 @@ class Recorder:
         self.checkpoint_step = step
         self._written_at, self._active = -math.inf, True
 
-    def phase(self, phase: Phase) -> None:
-        if phase != self._phase:
-            self._phase, self._written_at, self._active = phase, -math.inf, True
-
     def times(
         self, first_step: int, last_step: int, seconds: list[float], nodes: list[str]
     ) -> None:
         """Write the times of all ranks in a window of steps."""
-        record = RankTimes(
+        times = RankTimes(
             epoch=self._epoch,
             first_step=first_step,
             last_step=last_step,
@@ -302,32 +291,19 @@ class Recorder:
             nodes=tuple(nodes),
         )
         with contextlib.suppress(OSError):
-            write_record(self._run.rank_times, record, durable=False)
+            self.rank_times(times)
 
     def write(self) -> None:
         """Replace the sign of life, at most once a second, if there was one."""
-        now = time.monotonic()
-        if now - self._written_at < _PROGRESS_SECONDS or not (self._beats or self._active):
-            return
-        self._written_at, self._active = now, False
-        progress = Progress(
-            epoch=self._epoch,
-            phase=self._phase,
-            step=self.step,
-            target_step=self._target,
-            time=time.time(),
-            step_seconds=self._step_seconds,
-            loss=self.loss,
-            checkpoint_step=self.checkpoint_step,
-        )
-        try:
-            write_record(self._run.progress, progress, durable=False)
-        except OSError:
-            self._written_at, self._active = -math.inf, True
+        if self._beats or self._active:
+            self.still_working()
 
-    def close(self) -> None:
-        """Write what is buffered. Raises OSError if that fails."""
-        self._rows.close()
+    def _write_progress(self) -> None:
+        try:
+            super()._write_progress()
+        except OSError:  # a full disk must not end the trainer
+            self._written_at = -math.inf
+        self._active = self._written_at == -math.inf  # once more with the next look
 
 
 class FileChanges:
@@ -401,7 +377,3 @@ def wrong_start(first_step: int | None, row_steps: list[int], resume_step: int) 
             f"every {interval} steps, and it was told to resume from step {resume_step}"
         )
     return None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

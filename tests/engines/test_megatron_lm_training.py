@@ -22,6 +22,7 @@ from megatron_lm_trials import (
     make_real_trial,
     trained_real,
 )
+from trainer_contract import assert_done, assert_yielded
 from trial_runs import LIMIT_SECONDS, once
 from waiting import wait_until
 
@@ -30,7 +31,7 @@ from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name
-from hpctrain.records.run_records import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
+from hpctrain.records.run_records import RankTimes, TrainerExit, read_record, read_saves
 from hpctrain.train.job import read_config
 
 pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="`make install` unpacks it")
@@ -67,8 +68,7 @@ def test_a_whole_run(whole: RealTrial) -> None:
     saves = read_saves(whole.run)
     assert [save.step for save in saves] == [EVERY, STEPS]
     assert all(save.stall_seconds > 0 for save in saves)
-    done = read_record(whole.run.done, DoneMarker)
-    assert done is not None and done.checkpoint == checkpoint_name(STEPS)
+    assert_done(whole.run, STEPS, epoch=whole.rows[-1].epoch)
 
 
 def test_the_time_of_each_rank(whole: RealTrial, stopped: RealTrial) -> None:
@@ -108,7 +108,7 @@ def test_resumed_as_if_nothing_had_happened(
     run that is measured. With dropout: tests/slurm/test_megatron_lm_on_slurm.py."""
     (step,) = stopped.good
     assert stopped.rows[-1].step == step < EVERY, "it saved and left at once"
-    assert [(record.rank, record.outcome) for record in stopped.exits(1)] == [(0, "yielded")]
+    assert_yielded(stopped.run, step)
     resumed = make_real_trial(tmp_path / "resumed", entry=UNMEASURED)
     shutil.copytree(stopped.run.directory, resumed.run.directory, dirs_exist_ok=True)
     epoch = claim_epoch(resumed.run.epochs, "second")

@@ -142,7 +142,8 @@ class LogReporter(Reporter):
             interval = self._config.eval_interval_steps
             if interval and line.step % interval == 0:
                 # its row gets the loss of the evaluation that follows
-                self._unrecorded = self._last = line
+                self._unrecorded = line
+                self._note(line)
                 self._enter("evaluating", line.step)
             else:
                 self._record(line, None)
@@ -182,6 +183,6 @@ class LogReporter(Reporter):
     def _write_progress(self) -> None:
         """Write it with the newest checkpoint, which another rank may have published."""
         with contextlib.suppress(OSError):
-            steps = published_steps(self._job.run.checkpoints)
-            self._checkpoint_step = steps[-1] if steps else None
+            steps = published_steps(self._run.checkpoints)
+            self.checkpoint_step = steps[-1] if steps else None
             super()._write_progress()
