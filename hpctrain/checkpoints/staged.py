@@ -3,7 +3,7 @@
 Two kinds: Hugging Face's (`config.json` and safetensors) and what `hpctrain convert` makes of one
 for megatron-core (the same `config.json`, and a `torch_dist` checkpoint). Belongs here: whether
 all of it is there. Does not belong here: whether it is the model that somebody wants
-(`hpctrain.engines.hugging_face`), loading it.
+(`hpctrain.spec.families.settings`), loading it.
 """
 
 from __future__ import annotations

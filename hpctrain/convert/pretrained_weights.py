@@ -23,8 +23,8 @@ from hpctrain.convert.hugging_face_directory import (
     write_model,
 )
 from hpctrain.engines.conversion import shape_described, unconvertible
-from hpctrain.engines.hugging_face import MODEL_TYPES
 from hpctrain.records.conversions import ConversionReport, Form
+from hpctrain.spec.families.settings import family_by
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.models.build import empty_model
 
@@ -95,7 +95,7 @@ def report_of(
         source=str(source),
         target="",
         form=form,
-        model_type=MODEL_TYPES[model.family],
+        model_type=family_by(model).model_types[0],
         parameters=sum(parameter.numel() for parameter in parameters),
         dtype=" and ".join(sorted(dtypes)),
         merged_lora=merged_lora,

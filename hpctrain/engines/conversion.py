@@ -6,16 +6,12 @@ weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
-from hpctrain.engines.hugging_face import (
-    ACTIVATIONS,
-    Config,
-    Inexpressible,
-    described,
-    family_described,
-    rope_of,
-)
+from pydantic import ValidationError
+
 from hpctrain.engines.megatron import MegatronConfig, megatron_model
 from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
+from hpctrain.spec.families import Config, family_of, read_config
+from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.model import ModelSpec
 
 CONVERTED_FAMILIES = ("gpt", "llama")
@@ -23,28 +19,30 @@ CONVERTED_FAMILIES = ("gpt", "llama")
 
 def unconvertible(config: Config) -> list[str]:
     """List why megatron-core cannot compute the model of a `config.json`; empty if it can."""
-    family = family_described(config)
-    if family not in CONVERTED_FAMILIES:
+    family = family_of(config)
+    if family is None or family.name not in CONVERTED_FAMILIES:
         return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
-    found, rope, fields = [], rope_of(config), described(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    reading = read_config(config, family)
+    found = [f"{name} {why}" for name, why in reading.refused]
+    found += [f"{name} is {value}, which nobody here knows" for name, value in reading.unknown]
+    try:
+        model = shape_described(config)
+    except ValidationError as error:
+        return [*found, *unusable(error, reading.names)]
+    if model.rope is not None and model.rope.scaling is not None:
+        kind = model.rope.scaling.kind
         found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
-    if not config.get("scale_attn_weights", True):
-        found.append("scale_attn_weights is false: megatron-core always scales")
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if config.get(name):
-            found.append(f"{name} is true, which megatron-core's GPT has not")
-    if fields["activation"] not in ACTIVATIONS:
-        found.append(f"the activation {fields['activation']} is none that hpctrain trains")
-    if isinstance(bias := fields.get("bias"), Inexpressible):
-        found.append(f"biases are {bias}")
+    if model.bias not in (True, False):
+        found.append(f"biases are in one of attention and MLP only ({model.bias})")
     return found
 
 
 def shape_described(config: Config) -> ModelSpec:
-    """Build the model of a `config.json` in which `unconvertible` finds nothing."""
-    return ModelSpec.model_validate(described(config))
+    """Build the model of a `config.json`, as long as it can be. Raises ValidationError."""
+    family = family_of(config)
+    assert family is not None, "its type is known"
+    fields = read_config(config, family).fields
+    return ModelSpec.model_validate({"seq": fields.get("max_seq", 2), **fields})
 
 
 def unexportable(model: ModelSpec) -> list[str]:

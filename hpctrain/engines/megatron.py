@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.engines.training import SoftwareNeed, TrainConfig, shared_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
+from hpctrain.spec.architecture import MlaSpec, MoeSpec
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import RecomputeModule
 from hpctrain.spec.engines.megatron import Fp8Recipe
-from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
+from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob

@@ -34,7 +34,6 @@ from hpctrain.plan.model.number_formats import (
     projected_bytes,
     sent_weight_bytes,
 )
-from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import (
     FORWARD_RATIO,
@@ -315,8 +314,9 @@ def shape_of(model: ModelSpec) -> Shape:
 
 def position_rows(model: ModelSpec) -> int:
     """Count rows of h in other embeddings than words: of positions, and of BERT's segments."""
-    learned = model.seq if model.positions == "learned" else 0
-    return learned + (BERT_SEGMENTS if model.family == "bert" else 0)
+    if model.positions != "learned":
+        return model.segments
+    return (model.max_seq or model.seq) + model.position_offset + model.segments
 
 
 def resnet_shape(model: ModelSpec) -> Shape:

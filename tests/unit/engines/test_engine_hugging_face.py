@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpctrain.engines.conversion import conversion_config, shape_described, unconvertible
-from hpctrain.engines.hugging_face import MODEL_TYPES, described, disagreements, settings_of
+from hpctrain.spec.families.settings import MODEL_TYPES, described, disagreements, settings_of
 from hpctrain.spec.model import ModelSpec
 
 TEXT: dict[str, Any] = dict(layers=2, hidden=64, heads=4, vocab=100, seq=32)

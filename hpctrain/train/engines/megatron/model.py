@@ -44,7 +44,6 @@ from megatron.core.transformer.transformer_config import (
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
-from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.train import software
 from hpctrain.train.data import Microbatch
 from hpctrain.train.device import on_cpu
@@ -87,7 +86,7 @@ def build_bert(
     layers = get_bert_layer_with_transformer_engine_spec() if fused else bert_layer_local_spec
     return BertModel(
         settings,
-        num_tokentypes=BERT_SEGMENTS,
+        num_tokentypes=config.model.segments,
         transformer_layer_spec=layers,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_length,

@@ -1,7 +1,7 @@
 """Build a module from a `ModuleConfig`: its class, its shape, its first weights, its adapters.
 
-Belongs here: building. Does not belong here: the settings' names (`hpctrain.engines.hugging_face`),
-memory (see `allocation`), distributing a module over GPUs.
+Belongs here: building. Does not belong here: the settings' names (`hpctrain.spec.families`), memory
+(see `allocation`), distributing a module over GPUs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import nn
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
-from hpctrain.engines.hugging_face import fresh_settings, settings_of
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.spec.families import block_classes, text_config
+from hpctrain.spec.families.settings import family_by, fresh_settings, settings_of
 from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.transformers_library import (
@@ -33,13 +34,10 @@ from hpctrain.train.preflight import open_weights
 # -- Find the repeated blocks of a module, which are sharded, recomputed and adapted one by one --
 
 
-# Class names of the repeated blocks in transformers.
-BLOCKS = frozenset({"GPT2Block", "LlamaDecoderLayer", "BertLayer", "TransformerBlock", "ViTLayer"})
-
-
 def blocks_of(module: nn.Module) -> list[Any]:
     """Return the blocks in the order of the forward pass."""
-    return [child for child in module.modules() if type(child).__name__ in BLOCKS]
+    names = block_classes()
+    return [child for child in module.modules() if type(child).__name__ in names]
 
 
 # -- Add LoRA adapters to a model with frozen weights, and merge them again ----------------------
@@ -102,26 +100,6 @@ def merge_adapters(module: Any) -> Any:
     return module.merge_and_unload() if hasattr(module, "merge_and_unload") else module
 
 
-_CONFIGURATIONS = {
-    "gpt": "GPT2Config",
-    "llama": "LlamaConfig",
-    "bert": "BertConfig",
-    "distilbert": "DistilBertConfig",
-    "vit": "ViTConfig",
-    "resnet": "ResNetConfig",
-}
-_MODELS = {
-    ("gpt", "language_modeling"): "GPT2LMHeadModel",
-    ("llama", "language_modeling"): "LlamaForCausalLM",
-    ("bert", "masked_language_modeling"): "BertForMaskedLM",
-    ("bert", "classification"): "BertForSequenceClassification",
-    ("distilbert", "masked_language_modeling"): "DistilBertForMaskedLM",
-    ("distilbert", "classification"): "DistilBertForSequenceClassification",
-    ("vit", "classification"): "ViTForImageClassification",
-    ("resnet", "classification"): "ResNetForImageClassification",
-}
-
-
 def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool = True) -> Any:
     """Build the whole model in fp32 on `device`, in training mode; on `meta` it has shapes only.
 
@@ -140,8 +118,9 @@ def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool
 
 def import_classes(config: ModuleConfig) -> None:
     """Import the modules that building this model needs, so that forked ranks share them."""
-    class_named(_CONFIGURATIONS[config.model.family])
-    class_named(_MODELS[config.model.family, config.task])
+    family = family_by(config.model)
+    class_named(family.settings)
+    class_named(family.classes[config.task])
     unset_weights()
     if config.lora is not None:
         import_peft()
@@ -205,15 +184,21 @@ def _class_and_settings(config: ModuleConfig, staged: Staged | None) -> tuple[An
     `scaled_dot_product_attention` selects kernels by device and shape, some of which add up in any
     order in the backward pass.
     """
-    model = config.model
-    settings_class = class_named(_CONFIGURATIONS[model.family])
-    if staged is None:
-        settings = settings_class(**settings_of(model))
-    else:  # the directory's own settings may be more complete than a spec
-        settings = settings_class.from_dict({**staged.config, **fresh_settings(model)})
-    fast = model.family != "resnet" and not config.deterministic_mode
+    model, family = config.model, family_by(config.model)
+    settings = _settings(model, None if staged is None else staged.config)
+    model_class = class_named(family.classes[config.task])
+    fast = getattr(model_class, "_supports_sdpa", False) and not config.deterministic_mode
     settings._attn_implementation = "sdpa" if fast else "eager"
-    return class_named(_MODELS[model.family, config.task]), settings
+    return model_class, settings
+
+
+def _settings(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
+    """Make the settings of a model; those of a directory may be more complete than a spec."""
+    family = family_by(model)
+    settings_class = class_named(family.settings)
+    if config is None:
+        return settings_class(**settings_of(model))
+    return settings_class.from_dict({**text_config(config, family), **fresh_settings(model)})
 
 
 def enable_recomputation(config: ModuleConfig, module: Any) -> None:
@@ -225,13 +210,12 @@ def enable_recomputation(config: ModuleConfig, module: Any) -> None:
 
 def empty_model(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
     """Build a causal language model on the meta device; `config`: its config.json, if any."""
-    settings_class = class_named(_CONFIGURATIONS[model.family])
-    if config is None:
-        settings = settings_class(**settings_of(model))
-    else:
-        settings = settings_class.from_dict(dict(config))
+    family = family_by(model)
+    settings = class_named(family.settings)(**settings_of(model)) if config is None else None
+    if config is not None:
+        settings = class_named(family.settings).from_dict(dict(text_config(config, family)))
     with torch.device("meta"), unset_weights():
-        return class_named(_MODELS[model.family, "language_modeling"])._from_config(settings)
+        return class_named(family.classes["language_modeling"])._from_config(settings)
 
 
 # -- Load a model with the weights of a local Hugging Face directory ----------------------------
