@@ -84,7 +84,8 @@ class RopeSpec(Document):
         None, gt=0, description="Base in `window` layers, which are not scaled (Gemma 3)"
     )
     without: tuple[bool, ...] = Field(
-        (), description="Which layers have no positions at all; repeated over the layers"
+        (),
+        description="Which layers have no positions at all; repeated over the layers",
     )
     interleaved: bool = Field(
         False, description="Pairs are neighbours (GPT-J, DeepSeek), not halves of a head"

@@ -201,6 +201,8 @@ class ModelSpec(Document):
     def _fill_from_family(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
+        # behind this validator a list is no tuple any more, as it is in JSON
+        data = {name: one if name == "config" else _tuples(one) for name, one in data.items()}
         known = family_named(str(data.get("family", "gpt")))
         if known is None:
             return data
@@ -300,13 +302,19 @@ class ModelSpec(Document):
         return not self.has_experts(layer)
 
 
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 def completed(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in what `data` lacks from a preset; of a part that both have, field by field."""
     result = dict(data)
     for name, value in preset.items():
         own = result.get(name)
         if own is None:
-            result[name] = value
+            result[name] = _tuples(value)
         elif isinstance(own, dict) and isinstance(value, Mapping):
             result[name] = completed(own, value)
     return result
