@@ -42,7 +42,7 @@ def importers_of(root: Path, changed: Collection[str]) -> defaultdict[str, set[s
     listed = git(root, "ls-files", "--cached", "--others", "--exclude-standard", "*.py")
     present = [file for file in listed if (root / file).exists()]
     files = {*present, *changed}
-    modules = {_module_name(file): file for file in files if file.endswith(".py")}
+    modules = {name: file for file in files for name in _module_names(file)}
     importers: defaultdict[str, set[str]] = defaultdict(set)
     for file, names in _imported_names(root, present).items():
         for name in names:
@@ -71,12 +71,14 @@ def _readers_of_data(root: Path, data: str, present: Collection[str]) -> Iterato
     yield from (f for f in present if f.startswith("tests/") and name in (root / f).read_text())
 
 
-def _module_name(file: str) -> str:
-    """The name that imports use; pytest puts the folders of tests into sys.path."""
+def _module_names(file: str) -> list[str]:
+    """The names that imports use; pytest puts the folders of tests into sys.path."""
     path = PurePosixPath(file).with_suffix("")
-    if path.parts[0] == "tests" and path.name not in ("__init__", "conftest"):
-        return path.name
-    return ".".join(path.parts).removesuffix(".__init__")
+    if not file.endswith(".py"):
+        return []
+    dotted = ".".join(path.parts).removesuffix(".__init__")
+    apart = path.parts[0] == "tests" and path.name not in ("__init__", "conftest")
+    return [dotted, path.name] if apart else [dotted]
 
 
 def _imported_names(root: Path, files: Collection[str]) -> dict[str, list[str]]:

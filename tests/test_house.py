@@ -34,9 +34,9 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
     "pairs of classes that share five fields": 79,
-    "lines that hand on a field": 624,
+    "lines that hand on a field": 623,
     "small modules of one other": 16,
-    "short functions that one place calls": 28,
+    "short functions that one place calls": 27,
 }
 
 # Rooms that compute: what they are about is handed to them.

@@ -42,7 +42,6 @@ WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
     ("hpctrain/train/step_agreement.py", None),
     ("hpctrain/train/times.py", frozenset({"_receive"})),
     ("hpctrain/train/saving/saver.py", frozenset({"_agree_or_rest"})),
-    ("hpctrain/train/stand_in/rank.py", frozenset({"_receive_exactly"})),
 )
 # Where a rank of our trainer waits until all writers of a checkpoint have ended: its own among
 # them, or only those of others.

@@ -13,10 +13,10 @@ import click
 import pytest
 from command_line import hpctrain
 from golden_files import Golden
+from man_text import ENVIRONMENT, command_page, field_page
 from reviewed_files import ROOT, compare
 
 from hpctrain.cli.main import EXIT_CODES, cli
-from hpctrain.cli.man_text import ENVIRONMENT, command_page, field_page
 from hpctrain.spec.reference import fields_of
 
 PAGES = {
@@ -99,7 +99,9 @@ def test_every_field_is_there(kind: str) -> None:
 
 def test_variables_that_people_set_are_there() -> None:
     """A variable that the commands read is listed. Those that jobs give to their ranks are not."""
-    rooms = [ROOT / "hpctrain" / room for room in ("actions", "cli", "sandbox", "slurm", "spec")]
+    rooms = [
+        ROOT / "hpctrain" / room for room in ("cli", "records", "runs", "sandbox", "slurm", "spec")
+    ]
     sources = [path.read_text() for room in rooms for path in sorted(room.rglob("*.py"))]
     read = set(re.findall(r'"(HPCTRAIN_[A-Z_]*[A-Z])"', "\n".join(sources)))
     assert {"HPCTRAIN_RUNS", "HPCTRAIN_PROFILE_PATH"} <= read

@@ -491,7 +491,7 @@ NO_ROOM = "#!/bin/sh\n#SBATCH -p urgent -N4 --exclusive -t 30 -o /dev/null\nexec
 class Stage:
     """Where rehearsals are put on: a sandbox, a directory, a profile and a spec.
 
-    `stand_in`: ranks compute nothing (`hpctrain.train.stand_in`), and everything else is as it is.
+    `stand_in`: ranks compute nothing (`tests.rig.stand_in`), and everything else is as it is.
     """
 
     sandbox: Sandbox

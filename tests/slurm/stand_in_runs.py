@@ -25,9 +25,9 @@ from hpctrain.records.find import find_run
 from hpctrain.records.run_records import StepMetrics, read_metrics
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, shape_from_profile
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.train.stand_in.rank import advance, initial_state, loss_of
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
+from tests.rig.stand_in.rank import advance, initial_state, loss_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROFILE = "a100x64"

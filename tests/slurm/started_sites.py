@@ -22,8 +22,8 @@ from hpctrain.job.prepare import prepare
 from hpctrain.job.submit import submit
 from hpctrain.records.find import find_run
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
 
 STEPS = 4
 SPEC = f"""

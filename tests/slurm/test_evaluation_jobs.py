@@ -18,8 +18,8 @@ from hpctrain.records.evaluations import read_evaluations_of
 from hpctrain.records.find import find_run
 from hpctrain.runs.evaluations import evaluation_rows, submit_evaluations
 from hpctrain.runs.state import RunState
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.supervise.evaluation_jobs import EvaluationPass
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
 
 # Counts its calls for each step, waits for a word, looks at the checkpoint, and fails on request.
 _COMMAND = """\

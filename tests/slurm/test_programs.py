@@ -18,7 +18,7 @@ from rehearsal import PATIENCE_SECONDS
 from waiting import wait_until
 
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
 
 pytestmark = pytest.mark.stand_in
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -25,8 +25,8 @@ from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, default_shape
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
 
 PATIENCE_SECONDS = 300.0
 PROFILE = "detected.yaml"

@@ -15,12 +15,12 @@ from hpctrain.base.errors import RefusedPlanError
 from hpctrain.records.find import find_run
 from hpctrain.records.ledger import EventKind
 from hpctrain.runs.state import RunState
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import SubmittedJob
 from hpctrain.trials.sweep import submit_sweep
 from hpctrain.trials.sweep_plans import SweepRequest, plan_sweep
 from hpctrain.trials.sweep_table import SweepTable, sweep_table
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
 
 GRID = ("batch.global=8,7", "environment.variables.TRIAL=good,late,bad,last")
 SHORT = ("budget.steps=12", "checkpoint.every_steps=4", "supervise.budgets.crash=0")

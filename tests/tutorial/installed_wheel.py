@@ -57,8 +57,10 @@ def put_stand_in(environment: Path) -> None:
     python, stand_in = environment / "bin" / "python", environment / "bin" / "stand-in"
     real = python.resolve()
     made = f"write_stand_in_interpreter(Path({str(stand_in)!r}), {_STEP_SECONDS})"
-    imports = "from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter"
-    _run([str(python), "-c", f"from pathlib import Path; {imports}; {made}"])
+    imports = "from tests.rig.stand_in.interpreter import write_stand_in_interpreter"
+    path = f"from pathlib import Path; import sys; sys.path.append({str(ROOT)!r})"
+    # without the working directory (-P), so that hpctrain is that of the wheel
+    _run([str(python), "-P", "-c", f"{path}; {imports}; {made}"])
     words = {"stand_in": stand_in, "python": python, "real": real}
     python.unlink()
     python.write_text(_INTERPRETER.format(**{n: shlex.quote(str(w)) for n, w in words.items()}))

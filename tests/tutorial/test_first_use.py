@@ -24,7 +24,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.records.find import all_runs
 from hpctrain.records.run_records import read_metrics
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
 
 _PATIENCE_SECONDS = 300.0
 _MOST_COMMANDS = 10

@@ -29,6 +29,7 @@ TREE = {
     "templates/job.j2": "",
     "tests/rehearsal.py": "from made.plan.rules import Rule",
     "tests/fixtures.py": "import made.spec.catalogue",
+    "tests/rig/rank.py": "",
     "tests/test_house.py": "",
     "tests/golden/test_scripts.py": "",
     "tests/unit/cost/conftest.py": "import made.plan.cost\ndef f():\n    import fixtures",
@@ -43,6 +44,7 @@ TREE = {
     "tests/unit/spec/test_gpu_names.py": "open('gpus.yaml')",
     "tests/engines/test_rehearsed.py": "def test_it():\n    from rehearsal import run",
     "tests/engines/test_loop.py": "from hpctrain.train import loop",
+    "tests/engines/test_rank.py": "from tests.rig.rank import run",
 }
 
 
@@ -78,6 +80,7 @@ def test_the_test_of_a_module_comes_first_and_then_the_nearest_and_shortest(tree
     ("changed", "reached"),
     [
         ("tests/rehearsal.py", ["rehearsed"]),
+        ("tests/rig/rank.py", ["rank"]),
         ("made/plan/cost.py", ["cost", "prices"]),
         ("made/plan/late.py", ["late"]),
         ("made/plan/typed.py", ["typed"]),

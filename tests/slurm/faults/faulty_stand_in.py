@@ -17,12 +17,12 @@ from typing import Any
 from rank_deeds import ASKED_TO_LEAVE, LASTING, Fault, planned, settled
 from rank_deeds import DEEDS as COMMON_DEEDS
 
-from hpctrain.train.stand_in import rank
+from tests.rig.stand_in import rank
 
 
 def hear_nothing(fault: Fault) -> None:
     """Neither signals nor files make this rank leave."""
-    from hpctrain.train.stand_in import leader
+    from tests.rig.stand_in import leader
 
     ASKED_TO_LEAVE.clear()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -32,7 +32,7 @@ def hear_nothing(fault: Fault) -> None:
 
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
-    from hpctrain.train.stand_in import leader
+    from tests.rig.stand_in import leader
 
     real = leader.publish
 
@@ -45,7 +45,7 @@ def publish_slowly(fault: Fault) -> None:
 
 def die_unpublished(fault: Fault) -> None:
     """End between a checkpoint's last byte and its publication."""
-    from hpctrain.train.stand_in import leader
+    from tests.rig.stand_in import leader
 
     leader.publish = lambda *arguments, **keywords: os._exit(fault["code"])
 
@@ -84,7 +84,7 @@ def main() -> None:
             if fault["do"] == "hear_nothing":  # signals that come later are not installed again
                 rank.install_signals = lambda: None
             DEEDS[fault["do"]](fault)
-    from hpctrain.train.stand_in import leader
+    from tests.rig.stand_in import leader
 
     leader._ROUND_SECONDS = 0.0
     ASKED_TO_LEAVE.append(_leader_asked(leader))
@@ -112,7 +112,7 @@ def _recorded(arguments: list[str]) -> int:
     try:
         return rank.main(arguments)
     except Exception as error:
-        from hpctrain.train.stand_in.leader import record_failure
+        from tests.rig.stand_in.leader import record_failure
 
         return record_failure(arguments[1], error)
 

@@ -20,6 +20,7 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory
+from hpctrain.judge.odd_stacks import main_stack
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.exit_records import read_exit_records
 from hpctrain.records.layout import RunLayout
@@ -27,9 +28,9 @@ from hpctrain.records.manifest import checkpoint_name, read_manifest
 from hpctrain.records.requests import is_requested, make_request
 from hpctrain.records.run_records import RankTimes, read_metrics, read_record
 from hpctrain.records.software import read_software
-from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
-from hpctrain.train.stand_in import rank as light
-from hpctrain.train.stand_in.node import tasks_of_node
+from tests.rig.stand_in import rank as light
+from tests.rig.stand_in.interpreter import write_stand_in_interpreter
+from tests.rig.stand_in.node import tasks_of_node
 
 ROOT = Path(__file__).resolve().parents[3]
 NODES, PER_NODE = 2, 2
@@ -265,12 +266,14 @@ def test_a_stopped_rank_gives_no_stack_and_the_others_wait_for_it(slow: Launches
     slow.wait(lambda: all("most recent call first" in path.read_text() for path in dumps))
     assert "most recent call first" not in slow.run.stack_dump(epoch, 1).read_text()
 
-    def waits() -> bool:
-        """Whether rank 3 is done with its step; it says where it is each time it is asked."""
-        slow.ranks[3].send_signal(signal.SIGQUIT)
-        return "_receive_exactly" in slow.run.stack_dump(epoch, 3).read_text()
+    def waits(rank: int) -> bool:
+        """Whether a rank is done with its step, as the supervisor sees it in its newest stack."""
+        slow.ranks[rank].send_signal(signal.SIGQUIT)
+        text = slow.run.stack_dump(epoch, rank).read_text()
+        stack = main_stack(text[text.rindex("Current thread") :])
+        return stack is not None and stack.waits
 
-    slow.wait(waits)
+    slow.wait(lambda: all(map(waits, (0, 2, 3))))
 
 
 def test_most_ranks_import_nothing_of_ours() -> None:
@@ -280,7 +283,7 @@ def test_most_ranks_import_nothing_of_ours() -> None:
         "('hpctrain', 'pydantic', 'json', 'pathlib', 'dataclasses')])"
     )
     found = subprocess.run(
-        [sys.executable, "-S", "-c", code, str(ROOT / "hpctrain/train/stand_in/rank.py")],
+        [sys.executable, "-S", "-c", code, str(ROOT / "tests/rig/stand_in/rank.py")],
         capture_output=True,
         text=True,
         check=True,
@@ -290,7 +293,7 @@ def test_most_ranks_import_nothing_of_ours() -> None:
 
 def test_the_ranks_that_write_import_no_torch() -> None:
     code = (
-        "import sys, hpctrain.train.stand_in.leader; "
+        "import sys, tests.rig.stand_in.leader; "
         "sys.exit(bool({'torch', 'numpy', 'megatron'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

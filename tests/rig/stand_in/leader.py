@@ -52,8 +52,11 @@ from hpctrain.train.report import Reporter, StepResult
 from hpctrain.train.saving.publication import save_record, steps_to_evaluate
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.stacks import open_stack_dump
-from hpctrain.train.stand_in.node import Tree, accept
-from hpctrain.train.stand_in.rank import (
+from hpctrain.train.stop import StopSignals
+from hpctrain.train.storage import fence_of, outlast
+from hpctrain.version import __version__
+from tests.rig.stand_in.node import Tree, accept
+from tests.rig.stand_in.rank import (
     BY_SUPERVISOR,
     PEER_GONE,
     RESTORE,
@@ -63,9 +66,6 @@ from hpctrain.train.stand_in.rank import (
     Link,
     loss_of,
 )
-from hpctrain.train.stop import StopSignals
-from hpctrain.train.storage import fence_of, outlast
-from hpctrain.version import __version__
 
 # -- Record that a rank of the stand-in failed, by the trainer's own code ------------------------
 # Imported only when something failed: most ranks never pay for it.

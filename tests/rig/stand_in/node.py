@@ -22,7 +22,8 @@ from hpctrain.records.run_records import DoneMarker, TrainerExit, read_record
 from hpctrain.train.rank_environment import Launch, read_launch
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.stacks import dump_header, open_stack_dump
-from hpctrain.train.stand_in.rank import (
+from hpctrain.train.storage import fence_of, outlast
+from tests.rig.stand_in.rank import (
     ANSWER,
     CODE,
     HELLO,
@@ -47,7 +48,6 @@ from hpctrain.train.stand_in.rank import (
     unpack_answer,
     write_shard,
 )
-from hpctrain.train.storage import fence_of, outlast
 
 _ACCEPT_SECONDS = 0.2
 
@@ -173,7 +173,7 @@ def run_first_rank(step_seconds: float, train_json: str, stop: list[int]) -> int
 
     tree = Tree(run, launch, stop, seed=int(json.loads(path.read_bytes())["seed"]))
     if launch.leads:
-        from hpctrain.train.stand_in.leader import lead
+        from tests.rig.stand_in.leader import lead
 
         return lead(tree, path, local, others, step_seconds)
     try:
@@ -211,7 +211,7 @@ def fail(tree: Tree, error: Exception) -> int:
 
     Returns the exit code of this rank.
     """
-    from hpctrain.train.stand_in.leader import record_failures
+    from tests.rig.stand_in.leader import record_failures
 
     tree.fail_locals(TrainerExit.CRASH)
     gone = ConnectionError(PEER_GONE)

@@ -2,7 +2,7 @@
 
 A profile or a caller of `prepare` names it as the Python of the run (`software.python`), and the
 script stays what it is. Everything else, the supervisor and its probes, runs as it always does.
-Does not belong here: the stand-in itself (see `hpctrain.train.stand_in`).
+Does not belong here: the stand-in itself (`rank`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hpctrain
 
 _TEXT = """\
 #!/bin/sh
-# Made by hpctrain for a sandbox: ranks that compute nothing take the place of the trainer.
+# Ranks that compute nothing take the place of the trainer.
 if [ "$1 $2" = "-m hpctrain.train" ]; then
     shift 2
     PYTHONPATH={path} exec {python} -S {rank} {step_seconds} "$@"
@@ -30,14 +30,16 @@ def write_stand_in_interpreter(path: Path, step_seconds: float) -> Path:
     """Write the program to `path` and return it; a step of its ranks takes `step_seconds`.
 
     Without `site` (python(1), -S) a rank starts three times as fast; what the first rank of a node
-    imports is found by PYTHONPATH. Raises OSError.
+    imports is found by PYTHONPATH, in which an installed hpctrain comes before that of this
+    repository. Raises OSError.
     """
-    package = Path(hpctrain.__file__).resolve().parent
-    directories = (package.parent, Path(pydantic.__file__).resolve().parents[1])
+    rank = Path(__file__).resolve().with_name("rank.py")
+    installed = (Path(one.__file__).resolve().parents[1] for one in (hpctrain, pydantic))
+    directories = dict.fromkeys((*installed, rank.parents[3]))
     words = {
         "path": ":".join(map(str, directories)),
         "python": sys.executable,
-        "rank": str(package / "train" / "stand_in" / "rank.py"),
+        "rank": str(rank),
     }
     quoted = {name: shlex.quote(word) for name, word in words.items()}
     path.write_text(_TEXT.format(**quoted, step_seconds=step_seconds))

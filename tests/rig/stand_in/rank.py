@@ -1,9 +1,10 @@
 """Run one rank that computes nothing: `python -S rank.py STEP_SECONDS RUN_DIRECTORY/train.json`.
 
-Started once per task, in place of `-m hpctrain.train`. Imports nothing of ours and little of
-Python's, so that 512 ranks start on two cores; what needs more is done by the first rank of the
-node (`node`), or by rank 0 (`leader`). Belongs here: a rank's state, its messages, its signals.
-Does not belong here: records and checkpoints as such.
+The smallest program that keeps all of the trainer's contract (docs/trainer-contract.md). Started
+once per task, in place of `-m hpctrain.train`. Imports nothing of ours and little of Python's, so
+that 512 ranks start on two cores; what needs more is done by the first rank of the node (`node`),
+or by rank 0 (`leader`). Belongs here: a rank's state, its messages, its signals. Does not belong
+here: records and checkpoints as such, and choosing this trainer (`interpreter`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ import struct
 import sys
 import time
 
-# Functions of this file in which a rank waits for others, as the supervisor recognises them in
-# stacks (`hpctrain.judge.odd_stacks`; its unit test compares the two).
-WAITS_FOR_RANKS = ("_receive_exactly",)
 # What gloo says, too: the supervisor blames the rank that has gone, not those that say so.
 PEER_GONE = "Connection closed by peer"
 # Kinds of messages. Down the tree: what is to be done. Up: who has come, and what came of it.
@@ -114,6 +112,12 @@ class Link:
                 raise ConnectionError(PEER_GONE)
             data += part
         return data
+
+
+# The supervisor recognises by the file of the innermost frame that a rank waits for others
+# (`hpctrain.judge.odd_stacks`). Stacks show this wait where real ranks have theirs, in torch.
+_COLLECTIVES = f"{__file__}/torch/distributed/distributed_c10d.py"
+Link._receive_exactly.__code__ = Link._receive_exactly.__code__.replace(co_filename=_COLLECTIVES)
 
 
 def pack_answer(sums: list[int], ranks: list[int]) -> bytes:
@@ -215,7 +219,7 @@ def main(arguments: list[str]) -> int:
     """Run one rank; returns its exit code."""
     install_signals()
     if os.environ.get("SLURM_LOCALID") == "0":
-        from hpctrain.train.stand_in.node import run_first_rank
+        from tests.rig.stand_in.node import run_first_rank
 
         return run_first_rank(float(arguments[0]), arguments[1], _stop_signals)
     rank = int(os.environ["SLURM_PROCID"])
@@ -225,7 +229,7 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         if _stop_signals and isinstance(error, ConnectionError):
             return _YIELDED
-        from hpctrain.train.stand_in.leader import record_failure
+        from tests.rig.stand_in.leader import record_failure
 
         return record_failure(arguments[1], error)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import click
 
 from hpctrain.cli.main import EXIT_CODES, GROUPS, cli
-from hpctrain.job.reference_text import default_text
+from hpctrain.job.reference_command import default_text
 from hpctrain.spec.reference import Field, Kind, fields_of
 
 ENVIRONMENT: Mapping[str, str] = {
