@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hpctrain.spec.architecture import (
     MOST_HEADS,
@@ -25,7 +25,7 @@ from hpctrain.spec.architecture import (
     MoeSpec,
     RopeSpec,
 )
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.families import family_named, family_names
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.job_text import SubmitText
@@ -196,6 +196,15 @@ class ModelSpec(Document):
     )
     patch: int = Field(16, ge=1, description="vit: pixels of one side of a patch")
 
+    @field_validator("family")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if family_named(name) is None:
+            names = family_names()
+            hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+            raise Contradiction(("model", "family"), f"no family is called `{name}`", hint)
+        return name
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_family(cls, data: object) -> object:
@@ -348,9 +357,6 @@ def _positions(image: int) -> int:
 def _shape_problems(model: ModelSpec) -> Iterator[str]:
     """Find contradictions within a shape, in the order in which they are worth reporting."""
     moe, mla = model.moe, model.mla
-    if family_named(model.family) is None:
-        hint = did_you_mean(model.family, family_names())
-        yield f"no family is called `{model.family}`" + (f": {hint}" if hint else "")
     if model.max_seq is not None and model.seq > model.max_seq and model.positions == "learned":
         yield f"seq {model.seq} is longer than the {model.max_seq} learned positions (max_seq)"
     if model.family == "resnet":

@@ -500,7 +500,7 @@ def count_model(spec: RunSpec) -> ModelCounts:
         lora.rank
         * sum(
             inputs + outputs
-            for name, inputs, outputs in _linear_layers(model, layer)
+            for name, inputs, outputs in linear_layers(model, layer)
             if lora.targets == "all" or name in lora.targets
         )
         for layer in range(model.layers)
@@ -518,7 +518,7 @@ def count_model(spec: RunSpec) -> ModelCounts:
     return ModelCounts(total + sum(adapters_of), trainable, adapters, flops, multiple)
 
 
-def _linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
+def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
     """List the linear layers of one block by transformers' names; a ResNet has none."""
     family = family_named(model.family)
     h, f, size = model.hidden, model.ffn_size, model.head_size

@@ -28,7 +28,7 @@ COMPILED = DIRECTORY / "families.json"
 Config = Mapping[str, Any]
 Role = Literal[
     "query", "key", "value", "qkv", "key_value", "output", "gate", "up", "gate_up", "down",
-    "query_down", "query_up", "latent_down", "latent_up", "gated_query",
+    "query_down", "query_up", "latent_down", "latent_up",
 ]  # fmt: skip
 
 
@@ -66,7 +66,9 @@ class Family(Document):
     classes: dict[str, str] = Field({}, description="Task -> class of the model")
     blocks: tuple[str, ...] = Field((), description="Classes of the repeated blocks")
     linears: tuple[tuple[str, Role], ...] = Field(
-        (), description="Linear layers of a block, by their last names: what LoRA can adapt"
+        (),
+        description="Linear layers of a block, by their last names: what LoRA adapts (of models "
+        "with experts those of attention, for peft takes others for experts)",
     )
     choices: dict[str, Any] = Field({}, description="Fields of `model` that its models have")
     fields: dict[str, FieldRow] = Field({}, description="Field of `model` -> where it stands")

@@ -232,7 +232,7 @@ def test_schema_states_types_and_choices() -> None:
         "minimum": 1,
         "type": "integer",
     }
-    assert model["family"]["enum"] == ["gpt", "llama", "bert", "distilbert", "vit", "resnet"]
+    assert model["norm_place"]["enum"] == ["before", "after", "both"]
     assert '"gt":' not in json_schema("spec")
     assert schema["required"] == ["name", "resources"]
     assert {"model", "batch", "budget"} <= set(schema["else"]["required"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,9 @@ def add_adapters(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=adapted_layers(module, lora.targets),
+        target_modules=adapted_layers(
+            module, family_by(config.model).linear_names if lora.targets == "all" else lora.targets
+        ),
     )
     with warnings.catch_warnings():
         # GPT-2's layers have transposed matrices, which peft detects and warns about
@@ -72,11 +74,8 @@ def add_adapters(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
     return wrapped
 
 
-def adapted_layers(module: Any, targets: tuple[str, ...] | str) -> list[str]:
-    """Return the full names of linear layers in the blocks whose last name is a target.
-
-    `targets` "all": every linear layer in the blocks.
-    """
+def adapted_layers(module: Any, targets: Collection[str]) -> list[str]:
+    """Return the full names of linear layers in the blocks whose last name is a target."""
     names = {id(layer): name for name, layer in module.named_modules()}
     inside = [
         names[id(layer)]
@@ -84,8 +83,6 @@ def adapted_layers(module: Any, targets: tuple[str, ...] | str) -> list[str]:
         for layer in block.modules()
         if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
     ]
-    if targets == "all":
-        return inside
     return [name for name in inside if name.rpartition(".")[2] in targets]
 
 
@@ -129,10 +126,11 @@ def import_classes(config: ModuleConfig) -> None:
 def starts_whole(config: ModuleConfig) -> bool:
     """Return whether initial weights exist for whole models only.
 
-    Those of `model.pretrained` are read by transformers, and those of older versions come from
-    torch's generator on the CPU.
+    Those of `model.pretrained` are read by transformers, and those of older versions and of state
+    spaces (which copy sums of random numbers) come from torch's generator on the CPU.
     """
-    return config.pretrained is not None or config.initial_weights == "generator"
+    computed = config.model.mamba is not None or config.model.linear is not None
+    return config.pretrained is not None or config.initial_weights == "generator" or computed
 
 
 def build_on_meta(config: ModuleConfig, *, record: bool) -> Any:
