@@ -78,8 +78,8 @@ def expected_bytes(file: Path) -> int:
 
     https://huggingface.co/docs/safetensors, "Format". Raises OSError, ValueError.
     """
-    header_bytes, tensors = _header(file)
-    return 8 + header_bytes + max((about["data_offsets"][1] for about in tensors), default=0)
+    start, tensors = header_of(file)
+    return start + max((about["data_offsets"][1] for about in tensors.values()), default=0)
 
 
 def tensor_bytes(directory: Path) -> int:
@@ -90,16 +90,17 @@ def tensor_bytes(directory: Path) -> int:
     return sum(
         about["data_offsets"][1] - about["data_offsets"][0]
         for file in weight_files(directory)
-        for about in _header(file)[1]
+        for about in header_of(file)[1].values()
     )
 
 
-def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Read the length of a header, and what it says about each tensor."""
+def header_of(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Read where the tensors of a safetensors file begin, and what its header says of each."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(min(header_bytes, _LONGEST_HEADER)))
-    return header_bytes, [about for name, about in header.items() if name != "__metadata__"]
+    header.pop("__metadata__", None)
+    return 8 + header_bytes, header
 
 
 def _read_json(path: Path, file: Path) -> dict[str, Any]:

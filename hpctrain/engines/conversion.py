@@ -14,14 +14,12 @@ from hpctrain.spec.families import Config, family_of, read_config
 from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.model import ModelSpec
 
-CONVERTED_FAMILIES = ("gpt", "llama")
-
 
 def unconvertible(config: Config) -> list[str]:
     """List why megatron-core cannot compute the model of a `config.json`; empty if it can."""
     family = family_of(config)
-    if family is None or family.name not in CONVERTED_FAMILIES:
-        return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
+    if family is None or not family.weights:
+        return [f"model_type is {config.get('model_type')}, of which no weights are known"]
     reading = read_config(config, family)
     found = [f"{name} {why}" for name, why in reading.refused]
     found += [f"{name} is {value}, which nobody here knows" for name, value in reading.unknown]

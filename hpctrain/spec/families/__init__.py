@@ -54,6 +54,27 @@ class FieldRow(Document):
         return data
 
 
+class WeightRow(Document):
+    """A weight of the class of transformers, or one of each expert or layer; beside it its bias.
+
+    In a file it may be the name alone.
+    """
+
+    name: str = Field(min_length=1, description="Name without `.weight`; `{expert}`: its number")
+    ends: tuple[str, str] = Field((".weight", ".bias"), description="Of the weight and the bias")
+    transposed: bool = Field(False, description="Input x output (GPT-2's Conv1D)")
+    stacked: bool = Field(
+        False, description="Rows of all queries, all keys, all values; else group by group"
+    )
+    alternating: bool = Field(False, description="Rows of gate and up take turns (GPT-OSS)")
+    of_experts: bool = Field(False, description="One tensor for all experts of a layer")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, data: object) -> object:
+        return {"name": data} if isinstance(data, str) else data
+
+
 class Family(Document):
     """One family. Names of classes are those of transformers."""
 
@@ -69,6 +90,13 @@ class Family(Document):
         (),
         description="Linear layers of a block, by their last names: what LoRA adapts (of models "
         "with experts those of attention, for peft takes others for experts)",
+    )
+    layer_prefix: str = Field("", description="Begins the weights of layer `{layer}`")
+    weights: dict[str, WeightRow] = Field(
+        {}, description="Part of the model -> its weight: what `hpctrain convert` reads and writes"
+    )
+    unused_weights: tuple[str, ...] = Field(
+        (), description="Patterns of tensors in published files that are no weights (fnmatch)"
     )
     choices: dict[str, Any] = Field({}, description="Fields of `model` that its models have")
     fields: dict[str, FieldRow] = Field({}, description="Field of `model` -> where it stands")
@@ -148,7 +176,7 @@ def compiled() -> dict[str, dict[str, Any]]:
 
 
 def _joined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Complete `base` by `own`: mappings key by key, names that are ignored added, others replaced.
+    """Complete `base` by `own`: mappings key by key, what is ignored added, others replaced.
 
     A key without a value is removed.
     """
@@ -157,7 +185,7 @@ def _joined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         before = result.get(key)
         if value is None:
             result.pop(key, None)
-        elif key == "ignored":
+        elif key in ("ignored", "unused_weights"):
             result[key] = [*(before or ()), *value]
         elif isinstance(value, dict) and isinstance(before, dict):
             result[key] = _joined(before, value)
