@@ -31,6 +31,7 @@ from hpctrain.checkpoints.staged import MEGATRON_NAME
 from hpctrain.convert.unfinished import MOST_FILE_BYTES, DigestedStream, Unfinished
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
+from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import (
     build_chunks,
@@ -60,6 +61,7 @@ def one_rank() -> Iterator[None]:
 def build(model: ModelSpec, dtype: torch.dtype, *, on_meta: bool = True) -> Any:
     """Build a GPTModel on one rank, its vocabulary not padded: without memory, or with unset
     weights."""
+    fixes.install()
     config = conversion_config(model, half=dtype == torch.bfloat16)
     with torch.device("meta" if on_meta else "cpu"):
         settings = transformer_settings(config, compiled=False, on_meta=on_meta)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from hpctrain.engines.megatron import MegatronConfig, megatron_model
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
 from hpctrain.spec.families import Config, family_of, read_config
 from hpctrain.spec.families.settings import unusable
@@ -30,6 +30,8 @@ def unconvertible(config: Config) -> list[str]:
     if model.rope is not None and model.rope.scaling is not None:
         kind = model.rope.scaling.kind
         found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
+    if model.activation not in _ACTIVATIONS:
+        found.append(f"the activation {model.activation} is none that hpctrain trains")
     if model.bias not in (True, False):
         found.append(f"biases are in one of attention and MLP only ({model.bias})")
     return found
@@ -55,7 +57,9 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
     `half`: weights in bf16, else fp32.
     """
     return MegatronConfig.model_construct(
-        **dict(megatron_model(model, model.vocab, "local")),
+        model=model,
+        padded_vocab_size=model.vocab,
+        transformer_impl="local",
         vocab_size=model.vocab,
         seq_length=model.seq,
         precision="bf16" if half else "fp32",
