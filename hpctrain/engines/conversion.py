@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
+from hpctrain.plan.abilities.trainable_megatron import missing_parts
 from hpctrain.spec.families import Config, family_of, read_config
 from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.model import ModelSpec
@@ -27,13 +28,7 @@ def unconvertible(config: Config) -> list[str]:
         model = shape_described(config)
     except ValidationError as error:
         return [*found, *unusable(error, reading.names)]
-    if model.rope is not None and model.rope.scaling is not None:
-        kind = model.rope.scaling.kind
-        found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
-    if model.activation not in _ACTIVATIONS:
-        found.append(f"the activation {model.activation} is none that hpctrain trains")
-    if model.bias not in (True, False):
-        found.append(f"biases are in one of attention and MLP only ({model.bias})")
+    found += [f"{field}: {why}" for field, why in missing_parts(model)]
     return found
 
 
