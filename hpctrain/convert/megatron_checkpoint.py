@@ -215,6 +215,11 @@ class StoredWeights:
         about: Any = self._metadata.state_dict_metadata["embedding.word_embeddings.weight"]
         return about.properties.dtype  # type: ignore[no-any-return]
 
+    @property
+    def has_predictions(self) -> bool:
+        """Whether there are prediction layers."""
+        return any(name.startswith("mtp.") for name in self._metadata.state_dict_metadata)
+
     def check(self, weights: CoreWeights) -> None:
         """Raise InvalidInputError where weights are missing or have another shape."""
         wrong = []

@@ -55,6 +55,8 @@ def convert_staged(staged: Staged, work: Unfinished) -> ConversionReport:
 def to_megatron(model: ModelSpec, stored: StoredTensors, work: Unfinished) -> torch.dtype:
     """Write a megatron-core checkpoint, one weight after the other; returns their type."""
     family = family_by(model)
+    if not any(name.startswith(family.layer_prefix.format(layer=model.layers)) for name in stored):
+        model = model.model_copy(update={"mtp_layers": 0})  # transformers saves none
     bias = family.weights.get("router_bias")
     of_any_type = () if bias is None else [name for name in stored if name.endswith(bias.name)]
     dtype = stored.dtype(of_any_type)
@@ -100,6 +102,8 @@ def _refuse_unknown(model: ModelSpec, stored: StoredTensors, read: set[str]) -> 
 
 def to_hugging_face(model: ModelSpec, stored: StoredWeights, work: Unfinished) -> None:
     """Write safetensors of a megatron-core checkpoint, one tensor after the other."""
+    if not stored.has_predictions:
+        model = model.model_copy(update={"mtp_layers": 0})
     with megatron_checkpoint.one_rank():
         core = CoreWeights(model, stored.dtype)
     stored.check(core)
@@ -133,7 +137,7 @@ def report_of(
         target="",
         form=form,
         model_type=family_by(model).model_types[0],
-        parameters=total_parameters(model),
+        parameters=total_parameters(model.model_copy(update={"mtp_layers": 0})),
         dtype=str(dtype).removeprefix("torch."),
         merged_lora=merged_lora,
     )
@@ -150,6 +154,7 @@ def report_of(
 _OF_MODEL = {
     "embedding.word_embeddings": "embedding",
     "embedding.position_embeddings": "positions",
+    "embedding.norm": "embedding_norm",
     "decoder.final_layernorm": "final_norm",
     "output_layer": "head",
 }
@@ -166,9 +171,11 @@ _OF_LAYER = {
     "self_attention.linear_kv_down_proj": "latent_down",
     "self_attention.linear_kv_up_proj": "latent_up",
     "self_attention.kv_layernorm": "latent_norm",
+    "self_attn_bda.norm": "attention_output_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1": "gate_up",
     "mlp.linear_fc2": "down",
+    "mlp_bda.norm": "mlp_output_norm",
     "mlp.router": "router",
     "mlp.router.expert_bias": "router_bias",
     "mlp.experts.local_experts.linear_fc1": "expert_gate_up",
@@ -176,8 +183,15 @@ _OF_LAYER = {
     "mlp.shared_experts.linear_fc1": "shared_gate_up",
     "mlp.shared_experts.linear_fc2": "shared_down",
     "mlp.shared_experts.gate_weight": "shared_weight",
+    "enorm": "prediction_embedding_norm",
+    "hnorm": "prediction_hidden_norm",
+    "eh_proj": "prediction_projection",
+    "final_layernorm": "prediction_norm",
 }
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Layers behind the model (multi-token prediction) have the next numbers in a class.
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
+# Copies of the embedding and the output layer, which published files have for each of them.
+_COPIES = {"prediction_embedding": "embedding", "prediction_head": "head"}
 _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)")
 
 
@@ -213,6 +227,12 @@ def tensors_of(
                 assert model.moe is not None, "its weights have experts"
                 shape = (model.moe.experts, *shape)
             found.setdefault(piece.name, (shape, []))[1].append((name, number))
+    family = family_by(model)
+    for layer in range(model.layers, model.layers + model.mtp_layers):
+        prefix = family.layer_prefix.format(layer=layer)
+        for copy, original in _COPIES.items():
+            name = f"{family.weights[original].name}.weight"
+            found[f"{prefix}{family.weights[copy].name}.weight"] = found[name]
     return found
 
 
@@ -225,7 +245,7 @@ def rules_of(model: ModelSpec, names: Iterable[str]) -> dict[str, WeightRule]:
 def _rule(model: ModelSpec, name: str) -> WeightRule:
     family = family_by(model)
     in_layer = _LAYER.fullmatch(name)
-    rest = in_layer[2] if in_layer else name
+    rest = in_layer[3] if in_layer else name
     of_expert = _EXPERT.search(rest)
     expert = int(of_expert[1]) if of_expert else None
     rest = _EXPERT.sub("", rest)
@@ -235,7 +255,10 @@ def _rule(model: ModelSpec, name: str) -> WeightRule:
     part = known.get(stem if end in ("weight", "bias") else rest)
     if part == "query_norm" and model.mla is not None:
         part = "query_down_norm"
-    prefix = family.layer_prefix.format(layer=in_layer[1]) if in_layer else ""
+    prefix = ""
+    if in_layer:
+        behind = model.layers if in_layer[1] == "mtp" else 0
+        prefix = family.layer_prefix.format(layer=int(in_layer[2]) + behind)
     rows = _rows(family.weights, part)
     if rows is None:
         message = f"no tensor of {family.class_name} is known for megatron-core's {name}"
