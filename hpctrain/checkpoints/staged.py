@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.records.manifest import file_problem, read_manifest
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -45,6 +46,11 @@ def open_staged(path: Path) -> Staged:
     # newer versions of megatron-core write no common.pt
     beside = (path / "common.pt", path / ".metadata")
     if (path / MEGATRON_NAME).exists() and any(file.exists() for file in beside):
+        manifest = read_manifest(path)
+        for listed in manifest.files if manifest is not None else ():
+            if problem := file_problem(path, listed, deep=False):
+                hint = "convert it again"
+                raise InvalidInputError([Problem(f"{path} is incomplete: {problem}", hint=hint)])
         return Staged(path, config, "megatron_core")
     for file in weight_files(path):
         # a download that was cut off is shorter than its header says

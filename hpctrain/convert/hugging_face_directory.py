@@ -19,7 +19,7 @@ import torch
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import INDEX_NAME, WEIGHTS_NAME, Staged, header_of, weight_files
-from hpctrain.convert.unfinished import MOST_FILE_BYTES, DigestedStream, Unfinished
+from hpctrain.convert.unfinished import DigestedStream, Unfinished
 from hpctrain.spec.families.settings import family_by, settings_of
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.models.transformers_library import class_named, hide_optional_packages
@@ -129,7 +129,7 @@ def write_tensors(work: Unfinished, tensors: Iterable[TensorToWrite]) -> None:
     size_bytes = 0
     for tensor in tensors:
         size_bytes += tensor.size_bytes
-        if files[-1] and size_bytes > MOST_FILE_BYTES:
+        if files[-1] and size_bytes > work.most_file_bytes:
             files.append([])
             size_bytes = tensor.size_bytes
         files[-1].append(tensor)

@@ -7,6 +7,7 @@ the checkpoint from it. Does not belong here: the names of weights in other form
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import MEGATRON_NAME
-from hpctrain.convert.unfinished import MOST_FILE_BYTES, DigestedStream, Unfinished
+from hpctrain.convert.unfinished import DigestedStream, Unfinished
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.megatron import fixes
@@ -36,6 +37,7 @@ from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import (
     build_chunks,
     sharded_parts,
+    stored_name,
     transformer_settings,
 )
 from hpctrain.train.engines.megatron.snapshot import WriteResults, writing_from_request
@@ -111,6 +113,8 @@ class CoreWeights:
     def write(self, make: Callable[[str], Any], work: Unfinished) -> None:
         """Write a `torch_dist` checkpoint, which any layout can load, of what `make` makes."""
         (work.directory / MEGATRON_NAME).unlink(missing_ok=True)  # of an attempt that was complete
+        # it warns of a directory in which there are files
+        logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
         results = WriteResults()
         results.install()
         strategy = get_default_save_sharded_strategy("torch_dist")
@@ -134,7 +138,7 @@ class CoreWeights:
         whole = lru_cache(maxsize=1)(lambda name: self._checked(name, make(name)))
         written = [
             result
-            for number, group in enumerate(self._files(placed))
+            for number, group in enumerate(self._files(placed, work.most_file_bytes))
             for result in _write_shard(work, number, raw if number == 0 else [], group, whole)
         ]
         writing_from_request(request, results, None).finish({0: written})
@@ -144,13 +148,13 @@ class CoreWeights:
         assert tuple(made.shape) == weight.shape, (name, made.shape, weight.shape)
         return made.to(weight.dtype).contiguous()
 
-    def _files(self, placed: list[Any]) -> Iterator[list[Any]]:
-        """Cut the list into files of at most MOST_FILE_BYTES."""
+    def _files(self, placed: list[Any], most_file_bytes: int) -> Iterator[list[Any]]:
+        """Cut the list of items into files."""
         group: list[Any] = []
         size_bytes = 0
         for item, name, part in placed:
             more = torch.Size(part.shape).numel() * self.weights[name].dtype.itemsize
-            if group and size_bytes + more > MOST_FILE_BYTES:
+            if group and size_bytes + more > most_file_bytes:
                 yield group
                 group, size_bytes = [], 0
             group.append((item, name, part))
@@ -225,7 +229,7 @@ class StoredWeights:
         wrong = []
         for name, weight in weights.weights.items():
             for part in weight.parts:
-                about: Any = self._metadata.state_dict_metadata.get(part.key)
+                about = self._about(part)
                 found = () if about is None else tuple(about.size)
                 rows = max(found[:1], part.global_shape[:1])
                 same = (*rows, *part.global_shape[1:])
@@ -242,8 +246,12 @@ class StoredWeights:
             self._fill(part.of(tensor).view(part.shape), part)
         return tensor
 
+    def _about(self, part: StoredPart) -> Any:
+        known = self._metadata.state_dict_metadata
+        return known.get(stored_name(part.key, known))
+
     def _fill(self, target: Any, part: StoredPart) -> None:
-        about: Any = self._metadata.state_dict_metadata[part.key]
+        about = self._about(part)
         filled = 0
         for chunk in about.chunks:
             begins = [max(a, b) for a, b in zip(part.offset, chunk.offsets, strict=True)]
@@ -258,7 +266,8 @@ class StoredWeights:
             ranges = list(zip(begins, ends, strict=True))
             here = [slice(b - o, e - o) for (b, e), o in zip(ranges, part.offset, strict=True)]
             there = [slice(b - o, e - o) for (b, e), o in zip(ranges, chunk.offsets, strict=True)]
-            found = self._chunk(MetadataIndex(part.key, chunk.offsets))[tuple(there)]
+            key = stored_name(part.key, self._metadata.state_dict_metadata)
+            found = self._chunk(MetadataIndex(key, chunk.offsets))[tuple(there)]
             target[tuple(here)].copy_(found)
             filled += found.numel()
         assert filled == target.numel(), f"{part.key} has holes"

@@ -73,7 +73,9 @@ def export_megatron(config: MegatronConfig, checkpoint: Path, work: Unfinished) 
     return report_of(model, stored.dtype, checkpoint, "Hugging Face")
 
 
-def export_distributed(config: ModuleConfig, checkpoint: Path, work: Unfinished) -> ConversionReport:
+def export_distributed(
+    config: ModuleConfig, checkpoint: Path, work: Unfinished
+) -> ConversionReport:
     """Convert a torch.distributed.checkpoint of FSDP or DDP."""
     return _export_module(config, checkpoint, work, _load_distributed)
 

@@ -74,9 +74,7 @@ class DigestedStream:
         self._stream.flush()
 
     def digest(self, name: str) -> FileDigest:
-        return FileDigest(
-            name=name, size_bytes=self.size_bytes, sha256=self._sha256.hexdigest()
-        )
+        return FileDigest(name=name, size_bytes=self.size_bytes, sha256=self._sha256.hexdigest())
 
 
 class Unfinished:
@@ -84,6 +82,7 @@ class Unfinished:
 
     def __init__(self, directory: Path, source: dict[str, Any]) -> None:
         self.directory = directory
+        self.most_file_bytes = MOST_FILE_BYTES
         self._journal = _kept(directory, source) or _Journal(source=source)
 
     def write(self, name: str, write: Callable[[DigestedStream], Any]) -> Any:

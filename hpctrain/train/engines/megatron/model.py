@@ -6,7 +6,7 @@ Belongs here: from MegatronConfig to model chunks. Does not belong here: the opt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch.nn.functional as functional
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -506,24 +507,51 @@ def load_weights(directory: str, chunks: list[Any]) -> None:
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(chunks)
     }
-    for part in state.values():
-        if _POSITIONS in part:
-            part[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
-    # the second value (what else the checkpoint holds) does not matter; the third is missing there
-    loaded, _, unknown = dist_checkpointing.load(
+    stored = load_tensors_metadata(directory)
+    missing = set()
+    for weights in state.values():
+        if _POSITIONS in weights:
+            weights[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
+        for weight in weights.values():
+            if isinstance(weight, ShardedTensor):
+                weight.key = stored_name(weight.key, stored)
+            missing |= {part.key for part in sharded_parts(weight)} - stored.keys()
+    if missing:
+        message = f"has no weights {', '.join(sorted(missing)[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, directory)])
+    # what else the checkpoint holds does not matter, nor which states of 8 bit scales are missing
+    loaded, _, _ = dist_checkpointing.load(
         state,
         directory,
         strict=StrictHandling.RETURN_ALL,
         **current().load_options(Path(directory)),
     )
-    if missing := sorted(name for name in unknown if not name.endswith("_extra_state")):
-        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
-        raise InvalidInputError([Problem(message, directory)])
     for number, chunk in enumerate(chunks):
         # converted weights have no states of 8 bit scales; TransformerEngine's layers expect some
         different = chunk.load_state_dict(loaded.get(f"model{number}", {}), strict=False)
         keys = (*different.missing_keys, *different.unexpected_keys)
         assert all(key.endswith("_extra_state") for key in keys), different
+
+
+# A norm is a module of its own, or part of TransformerEngine's linear layer behind it. Checkpoints
+# have either name, not always that of the layers that read them: experts, latent attention.
+_NORM_NAMES = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+
+
+def stored_name(name: str, stored: Container[str]) -> str:
+    """Find the name that a checkpoint has for a weight, which may be that of other layers."""
+    others = (
+        name.replace(one, other)
+        for pair in _NORM_NAMES
+        for one, other in (pair, pair[::-1])
+        if one in name
+    )
+    return next((known for known in (name, *others) if known in stored), name)
 
 
 def hide_padding(config: MegatronConfig, chunk: Any) -> None:
