@@ -129,7 +129,7 @@ def _same(config: MegatronLmConfig, *fields: str) -> Arguments:
 _OTHERWISE = (
     *("normalization", "layernorm_epsilon", "gated_linear_unit", "softmax_type"),
     *("num_query_groups", "kv_channels", "add_bias_linear", "moe_layer_freq", "rope_type"),
-    *("layernorm_zero_centered_gamma", "attention_output_gate", "rotary_base"),
+    *("layernorm_zero_centered_gamma", "attention_output_gate", "rotary_base", "num_moe_experts"),
 )
 
 
@@ -152,7 +152,8 @@ def _model(config: MegatronLmConfig) -> Arguments:
         "seq-length": config.seq_length,
         "max-position-embeddings": model.max_seq or config.seq_length,
         "position-embedding-type": position_kind(model),
-        "rotary-base": model.rope_base if rotary else None,
+        # a whole number, for arguments.py reads no other
+        "rotary-base": round(model.rope_base) if rotary else None,
         "normalization": fields["normalization"],
         "norm-epsilon": model.norm_epsilon,
         "untie-embeddings-and-output-weights": not model.tied,
@@ -166,6 +167,7 @@ def _model(config: MegatronLmConfig) -> Arguments:
     }
     if model.moe is not None:
         frequencies = "+".join(f"[{int(has)}]*{count}" for has, count in _runs(model))
+        arguments["num-experts"] = model.moe.experts
         arguments["moe-layer-freq"] = f"({frequencies})"
         arguments["moe-token-dispatcher-type"] = "alltoall"
     if latent:

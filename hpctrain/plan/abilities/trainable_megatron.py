@@ -103,9 +103,7 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "dynamic scaling follows the length of each sequence: not above `max_seq`",
     ),
     (
-        lambda model: (
-            model.moe and model.moe.score == "sigmoid" and not model.moe.normalize
-        ),
+        lambda model: model.moe and model.moe.score == "sigmoid" and not model.moe.normalize,
         "moe.normalize",
         "sigmoid scores are divided by their sum, and weigh what experts return",
     ),
@@ -115,14 +113,21 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "it balances by biases with `score: sigmoid` only",
     ),
     (
-        lambda model: model.moe and model.moe.score == "softmax" and _chosen_from_groups(model) != 1
-        and _chosen_from_groups(model) is not None,
+        lambda model: (
+            model.moe
+            and model.moe.score == "softmax"
+            and _chosen_from_groups(model) != 1
+            and _chosen_from_groups(model) is not None
+        ),
         "moe.groups",
         "it ranks a group by the sum of its best experts, and these by the best one alone",
     ),
     (
-        lambda model: model.moe and model.moe.score == "sigmoid" and _chosen_from_groups(model)
-        not in (None, 2),
+        lambda model: (
+            model.moe
+            and model.moe.score == "sigmoid"
+            and _chosen_from_groups(model) not in (None, 2)
+        ),
         "moe.groups",
         "it ranks a group by `top_k / top_groups` of its experts, and these by two",
     ),

@@ -145,8 +145,8 @@ def _memory_problems(config: MegatronConfig) -> Iterator[Problem]:
         return
     if offloaded >= config.model.layers:
         yield Problem(
-            f"`activation_offload_layers` {offloaded} must be below the {config.model.layers} layers "
-            "of the model: the last ones are needed at once"
+            f"`activation_offload_layers` {offloaded} must be below the {config.model.layers} "
+            "layers of the model: the last ones are needed at once"
         )
     if config.pipeline_model_parallel_size > 1:
         yield Problem("`activation_offload_layers` needs a model without a pipeline: pp 1")
