@@ -20,7 +20,7 @@ from pathlib import Path
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.checkpoints.staged import open_staged
-from hpctrain.convert.unfinished import Unfinished, unfinished
+from hpctrain.convert.unfinished import UnfinishedConversion, unfinished
 from hpctrain.records.conversions import ConversionFailure, ConversionReport
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name
@@ -38,7 +38,7 @@ def convert(source: Path, target: Path) -> ConversionReport:
         raise InvalidInputError([Problem("exists already", str(target), hint=hint)])
     run = RunLayout(source.parent.parent)
     # A missing package and a source that is no model are told before anything is written.
-    write: Callable[[Unfinished], ConversionReport]
+    write: Callable[[UnfinishedConversion], ConversionReport]
     if source.parent == run.checkpoints and run.train_config.exists():
         from hpctrain.convert.run_checkpoint import export
 

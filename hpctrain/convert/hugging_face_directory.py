@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import INDEX_NAME, WEIGHTS_NAME, Staged, header_of, weight_files
-from hpctrain.convert.unfinished import DigestedStream, Unfinished
+from hpctrain.convert.unfinished import DigestedStream, UnfinishedConversion
 from hpctrain.spec.families.settings import family_by, settings_of
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.models.transformers_library import class_named, hide_optional_packages
@@ -123,7 +124,7 @@ class TensorToWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(work: Unfinished, tensors: Iterable[TensorToWrite]) -> None:
+def write_tensors(work: UnfinishedConversion, tensors: Iterable[TensorToWrite]) -> None:
     """Write safetensors files, and their index where they are several."""
     files: list[list[TensorToWrite]] = [[]]
     size_bytes = 0
@@ -134,19 +135,19 @@ def write_tensors(work: Unfinished, tensors: Iterable[TensorToWrite]) -> None:
             size_bytes = tensor.size_bytes
         files[-1].append(tensor)
     if len(files) == 1:
-        work.write(WEIGHTS_NAME, lambda stream: _write_file(stream, files[0]))
+        work.write(WEIGHTS_NAME, partial(_write_file, files[0]))
         return
     places: dict[str, str] = {}
     for number, group in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        work.write(name, lambda stream, group=group: _write_file(stream, group))  # type: ignore[misc]
+        work.write(name, partial(_write_file, group))
         places |= dict.fromkeys((tensor.name for tensor in group), name)
     total = {"total_size": sum(tensor.size_bytes for group in files for tensor in group)}
     index = json.dumps({"metadata": total, "weight_map": places}, indent=2, sort_keys=True) + "\n"
     work.write(INDEX_NAME, lambda stream: stream.write(index.encode()))
 
 
-def _write_file(stream: DigestedStream, tensors: list[TensorToWrite]) -> None:
+def _write_file(tensors: list[TensorToWrite], stream: DigestedStream) -> None:
     """Write one file as the library does: wide types first, then by name (safetensors,
     tensor.rs, `prepare`)."""
     order = list(_TYPES.values())

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import MEGATRON_NAME
-from hpctrain.convert.unfinished import DigestedStream, Unfinished
+from hpctrain.convert.unfinished import DigestedStream, UnfinishedConversion
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.megatron import fixes
@@ -110,7 +110,7 @@ class CoreWeights:
             if isinstance(one, ShardedTensor | ShardedTensorFactory)
         }
 
-    def write(self, make: Callable[[str], Any], work: Unfinished) -> None:
+    def write(self, make: Callable[[str], Any], work: UnfinishedConversion) -> None:
         """Write a `torch_dist` checkpoint, which any layout can load, of what `make` makes."""
         (work.directory / MEGATRON_NAME).unlink(missing_ok=True)  # of an attempt that was complete
         # it warns of a directory in which there are files
@@ -135,18 +135,19 @@ class CoreWeights:
         order = {name: number for number, name in enumerate(self.weights)}
         placed = [(item, *names[item.index.fqn, tuple(item.index.offset)]) for item, _ in tensors]
         placed.sort(key=lambda one: order[one[1]])  # the parts of a weight beside each other
-        whole = lru_cache(maxsize=1)(lambda name: self._checked(name, make(name)))
+
+        @lru_cache(maxsize=1)
+        def whole(name: str) -> Any:
+            made, weight = make(name), self.weights[name]
+            assert tuple(made.shape) == weight.shape, (name, made.shape, weight.shape)
+            return made.to(weight.dtype).contiguous()
+
         written = [
             result
             for number, group in enumerate(self._files(placed, work.most_file_bytes))
             for result in _write_shard(work, number, raw if number == 0 else [], group, whole)
         ]
         writing_from_request(request, results, None).finish({0: written})
-
-    def _checked(self, name: str, made: Any) -> Any:
-        weight = self.weights[name]
-        assert tuple(made.shape) == weight.shape, (name, made.shape, weight.shape)
-        return made.to(weight.dtype).contiguous()
 
     def _files(self, placed: list[Any], most_file_bytes: int) -> Iterator[list[Any]]:
         """Cut the list of items into files."""
@@ -176,7 +177,7 @@ def _described(one: Any) -> CoreWeight:
 
 
 def _write_shard(
-    work: Unfinished,
+    work: UnfinishedConversion,
     number: int,
     raw: list[Any],
     group: list[Any],
@@ -217,7 +218,8 @@ class StoredWeights:
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
         about: Any = self._metadata.state_dict_metadata["embedding.word_embeddings.weight"]
-        return about.properties.dtype  # type: ignore[no-any-return]
+        dtype: torch.dtype = about.properties.dtype
+        return dtype
 
     @property
     def has_predictions(self) -> bool:
@@ -267,13 +269,11 @@ class StoredWeights:
             here = [slice(b - o, e - o) for (b, e), o in zip(ranges, part.offset, strict=True)]
             there = [slice(b - o, e - o) for (b, e), o in zip(ranges, chunk.offsets, strict=True)]
             key = stored_name(part.key, self._metadata.state_dict_metadata)
-            found = self._chunk(MetadataIndex(key, chunk.offsets))[tuple(there)]
+            info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            with (self.directory / info.relative_path).open("rb") as stream:
+                view = self._reader._slice_file(stream, info)
+                whole = torch.load(view, map_location="cpu", weights_only=True)
+            found = whole[tuple(there)]
             target[tuple(here)].copy_(found)
             filled += found.numel()
         assert filled == target.numel(), f"{part.key} has holes"
-
-    def _chunk(self, index: MetadataIndex) -> Any:
-        info = self._metadata.storage_data[index]
-        with (self.directory / info.relative_path).open("rb") as stream:
-            view = self._reader._slice_file(stream, info)
-            return torch.load(view, map_location="cpu", weights_only=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hpctrain.convert.hugging_face_directory import (
     write_tensors,
 )
 from hpctrain.convert.megatron_checkpoint import CoreWeights, StoredWeights
-from hpctrain.convert.unfinished import Unfinished
+from hpctrain.convert.unfinished import UnfinishedConversion
 from hpctrain.engines.conversion import shape_described, unconvertible
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.records.conversions import ConversionReport, Form
@@ -36,7 +36,7 @@ from hpctrain.spec.families.settings import family_by
 from hpctrain.spec.model import ModelSpec
 
 
-def convert_staged(staged: Staged, work: Unfinished) -> ConversionReport:
+def convert_staged(staged: Staged, work: UnfinishedConversion) -> ConversionReport:
     """Convert to the other of the two formats. Raises InvalidInputError."""
     if reasons := unconvertible(staged.config):
         raise InvalidInputError([Problem(reason, str(staged.path)) for reason in reasons])
@@ -52,7 +52,7 @@ def convert_staged(staged: Staged, work: Unfinished) -> ConversionReport:
     return report_of(model, dtype, staged.path, form)
 
 
-def to_megatron(model: ModelSpec, stored: StoredTensors, work: Unfinished) -> torch.dtype:
+def to_megatron(model: ModelSpec, stored: StoredTensors, work: UnfinishedConversion) -> torch.dtype:
     """Write a megatron-core checkpoint, one weight after the other; returns their type."""
     family = family_by(model)
     if not any(name.startswith(family.layer_prefix.format(layer=model.layers)) for name in stored):
@@ -100,7 +100,7 @@ def _refuse_unknown(model: ModelSpec, stored: StoredTensors, read: set[str]) -> 
         raise InvalidInputError([Problem(message, str(stored.path))])
 
 
-def to_hugging_face(model: ModelSpec, stored: StoredWeights, work: Unfinished) -> None:
+def to_hugging_face(model: ModelSpec, stored: StoredWeights, work: UnfinishedConversion) -> None:
     """Write safetensors of a megatron-core checkpoint, one tensor after the other."""
     if not stored.has_predictions:
         model = model.model_copy(update={"mtp_layers": 0})
@@ -119,12 +119,10 @@ def to_hugging_face(model: ModelSpec, stored: StoredWeights, work: Unfinished) -
 
     write_tensors(
         work,
-        (
-            TensorToWrite(
-                name, core.weights[pieces[0][0]].dtype, shape, lambda pieces=pieces: parts(pieces)
-            )
+        [
+            TensorToWrite(name, core.weights[pieces[0][0]].dtype, shape, partial(parts, pieces))
             for name, (shape, pieces) in tensors_of(model, core, rules).items()
-        ),
+        ],
     )
 
 
@@ -196,7 +194,7 @@ _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class NamedTensor:
     """A tensor of a Hugging Face directory, or what is of one expert in it."""
 
     name: str
@@ -208,7 +206,7 @@ class WeightRule:
     """`join` builds a weight of megatron-core from the tensors `hugging_face`; `split` reverses
     it."""
 
-    hugging_face: tuple[Piece, ...]
+    hugging_face: tuple[NamedTensor, ...]
     join: Callable[[list[Any]], Any]
     split: Callable[[Any], list[Any]]
 
@@ -263,9 +261,12 @@ def _rule(model: ModelSpec, name: str) -> WeightRule:
     if rows is None:
         message = f"no tensor of {family.class_name} is known for megatron-core's {name}"
         raise InvalidInputError([Problem(message)])
+    beside = model.parallel_residual == "two_norms"
     pieces = tuple(
-        Piece(
-            prefix + row.name.format(expert=expert) + row.ends[is_bias],
+        NamedTensor(
+            prefix
+            + ((beside and row.beside) or row.name).format(expert=expert)
+            + row.ends[is_bias],
             expert if row.of_experts else None,
         )
         for row in rows

@@ -23,7 +23,7 @@ from hpctrain.convert.hugging_face_directory import (
     write_model,
     write_settings,
 )
-from hpctrain.convert.unfinished import Unfinished
+from hpctrain.convert.unfinished import UnfinishedConversion
 from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
@@ -36,7 +36,7 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train.job import read_config
 
 
-def export(checkpoint: Path, work: Unfinished) -> ConversionReport:
+def export(checkpoint: Path, work: UnfinishedConversion) -> ConversionReport:
     """Write the model of a published checkpoint. Raises InvalidInputError."""
     step = step_of(checkpoint.name)
     if step is None:
@@ -58,7 +58,9 @@ def export(checkpoint: Path, work: Unfinished) -> ConversionReport:
     return cast(ConversionReport, resolve(place)(config, checkpoint, work))
 
 
-def export_megatron(config: MegatronConfig, checkpoint: Path, work: Unfinished) -> ConversionReport:
+def export_megatron(
+    config: MegatronConfig, checkpoint: Path, work: UnfinishedConversion
+) -> ConversionReport:
     """Convert a distributed checkpoint of megatron-core."""
     from hpctrain.convert.megatron_checkpoint import StoredWeights
     from hpctrain.convert.pretrained_weights import report_of, to_hugging_face
@@ -74,21 +76,24 @@ def export_megatron(config: MegatronConfig, checkpoint: Path, work: Unfinished) 
 
 
 def export_distributed(
-    config: ModuleConfig, checkpoint: Path, work: Unfinished
+    config: ModuleConfig, checkpoint: Path, work: UnfinishedConversion
 ) -> ConversionReport:
     """Convert a torch.distributed.checkpoint of FSDP or DDP."""
     return _export_module(config, checkpoint, work, _load_distributed)
 
 
 def export_deepspeed(
-    config: DeepSpeedConfig, checkpoint: Path, work: Unfinished
+    config: DeepSpeedConfig, checkpoint: Path, work: UnfinishedConversion
 ) -> ConversionReport:
     """Convert DeepSpeed's files."""
     return _export_module(config, checkpoint, work, partial(_load_deepspeed, config))
 
 
 def _export_module(
-    config: ModuleConfig, checkpoint: Path, work: Unfinished, load: Callable[[Any, Path], None]
+    config: ModuleConfig,
+    checkpoint: Path,
+    work: UnfinishedConversion,
+    load: Callable[[Any, Path], None],
 ) -> ConversionReport:
     from hpctrain.convert.pretrained_weights import report_of
     from hpctrain.train.engines.models.build import build_module, merge_adapters

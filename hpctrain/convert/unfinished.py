@@ -77,7 +77,7 @@ class DigestedStream:
         return FileDigest(name=name, size_bytes=self.size_bytes, sha256=self._sha256.hexdigest())
 
 
-class Unfinished:
+class UnfinishedConversion:
     """The directory while it is being filled."""
 
     def __init__(self, directory: Path, source: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def _kept(directory: Path, source: dict[str, Any]) -> _Journal | None:
 
 
 @contextmanager
-def unfinished(target: Path, source: Path) -> Iterator[Unfinished]:
+def unfinished(target: Path, source: Path) -> Iterator[UnfinishedConversion]:
     """Make the directory `TARGET.partial`, which becomes `target` at the end.
 
     Input that cannot be converted removes it; after anything else the next call goes on with it.
@@ -162,7 +162,7 @@ def unfinished(target: Path, source: Path) -> Iterator[Unfinished]:
         states = {path.name: path.stat() for path in files}
         about = {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
         made_by = {"version": __version__, "most_file_bytes": MOST_FILE_BYTES}
-        work = Unfinished(directory, {"files": about, **made_by})
+        work = UnfinishedConversion(directory, {"files": about, **made_by})
         yield work
         work.finish()
         directory.rename(target)

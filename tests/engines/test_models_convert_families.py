@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def there_and_back(directory: Path, name: str) -> None:
 @torch.no_grad()
 def compare_logits(directory: Path, name: str, **layout: int) -> None:
     """With those of this rank's part of the model in megatron-core, of which all are part."""
+    from megatron.core import parallel_state
+
     fixes.install()
     tokens, wanted = torch.load(directory / "logits.pt")
     model = model_of(name)
@@ -132,7 +135,7 @@ def compare_logits(directory: Path, name: str, **layout: int) -> None:
         return
     if tp > 1:
         parts = [torch.empty_like(found) for _ in range(tp)]
-        group = megatron_checkpoint.parallel_state.get_tensor_model_parallel_group()
+        group = parallel_state.get_tensor_model_parallel_group()
         dist.all_gather(parts, found.contiguous(), group=group)
         found = torch.cat(parts, dim=-1)
     difference = (found[..., : model.vocab] - wanted).abs().max()
@@ -163,12 +166,14 @@ def test_a_family_computes_the_same_on_several_ranks(
     sizes = LAYOUTS[layout] | whole_experts
 
     def one_of_two() -> None:
+        from megatron.core import parallel_state, tensor_parallel
+
         rank = int(os.environ["RANK"])
         store = dist.FileStore(str(tmp_path / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         model_parallel = {one: n for one, n in sizes.items() if one != "data_parallel_size"}
-        megatron_checkpoint.parallel_state.initialize_model_parallel(**model_parallel)
-        megatron_checkpoint.tensor_parallel.model_parallel_cuda_manual_seed(0)
+        parallel_state.initialize_model_parallel(**model_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
         compare_logits(tmp_path, name, **sizes)
         dist.barrier()
 
@@ -214,7 +219,7 @@ def converted_in_parts(source: Path, target: Path, killed_at: int | None = None)
     unfinished.MOST_FILE_BYTES = 100_000
     begun: list[str] = []
 
-    @wrap(unfinished.Unfinished, "write")
+    @wrap(unfinished.UnfinishedConversion, "write")
     def write(original: Callable[..., Any], work: Any, name: str, write_file: Any) -> Any:
         def killed(stream: Any) -> None:
             stream.write(b"half of it")
@@ -331,6 +336,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert (tmp_path / "large" / "hf" / "model.safetensors").stat().st_size > 2**30
 
 
+def zeros(shape: tuple[int, ...]) -> Iterator[Any]:
+    yield torch.zeros(shape)
+
+
 def stage_zeros(directory: Path, config: dict[str, Any]) -> None:
     """Write a model's tensors one after the other."""
     model = shape_described(config)
@@ -341,7 +350,7 @@ def stage_zeros(directory: Path, config: dict[str, Any]) -> None:
         write_tensors(
             work,
             [
-                TensorToWrite(name, torch.float32, shape, lambda s=shape: iter([torch.zeros(s)]))
+                TensorToWrite(name, torch.float32, shape, partial(zeros, shape))
                 for name, (shape, _) in shapes.items()
             ],
         )

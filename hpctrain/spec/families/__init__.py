@@ -61,6 +61,9 @@ class WeightRow(Document):
     """
 
     name: str = Field(min_length=1, description="Name without `.weight`; `{expert}`: its number")
+    beside: str | None = Field(
+        None, description="Name where attention and MLP have norms beside each other (Falcon 40B)"
+    )
     ends: tuple[str, str] = Field((".weight", ".bias"), description="Of the weight and the bias")
     transposed: bool = Field(False, description="Input x output (GPT-2's Conv1D)")
     stacked: bool = Field(
