@@ -181,6 +181,55 @@ def test_a_family_computes_the_same_on_several_ranks(
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log(0) + ranks.log(1)
 
 
+@pytest.mark.variant("test_a_family_computes_the_same_and_comes_back_equal")
+def test_layers_that_predict_are_converted_where_files_have_them(tmp_path: Path) -> None:
+    """No class of transformers has them; published files do."""
+    apart(stage, tmp_path, "deepseek_v3")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights, layers = load_file(file), CONFIGS["deepseek_v3"]["num_hidden_layers"]
+    last, behind = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    more = {
+        name.replace(last, behind): weight + 1
+        for name, weight in weights.items()
+        if name.startswith(last)
+    }
+    hidden = CONFIGS["deepseek_v3"]["hidden_size"]
+    more |= {
+        f"{behind}{name}.weight": torch.randn(hidden)
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    more[f"{behind}eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
+    more[f"{behind}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    more[f"{behind}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file({**weights, **more}, file, {"format": "pt"})
+    apart(convert, tmp_path / "hf", tmp_path / "megatron")
+    apart(convert, tmp_path / "megatron", tmp_path / "back")
+    assert_equal_files(tmp_path / "hf", tmp_path / "back")
+    apart(load_with_predictions_and_other_norms, tmp_path / "megatron")
+
+
+def load_with_predictions_and_other_norms(directory: Path) -> None:
+    """As a run does whose layers have a norm as part of what is behind it, unlike the checkpoint."""
+    with megatron_checkpoint.one_rank():
+        model = shape_described(CONFIGS["deepseek_v3"])
+        assert model.mtp_layers == 1
+        chunk = megatron_checkpoint.build(model, torch.float32, on_meta=False)
+        real = chunk.sharded_state_dict
+
+        def named_otherwise(**given: Any) -> Any:
+            state = real(**given)
+            norm = state["decoder.layers.0.pre_mlp_layernorm.weight"]
+            assert norm.key == "decoder.layers.0.pre_mlp_layernorm.weight"
+            norm.key = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+            return state
+
+        chunk.sharded_state_dict = named_otherwise
+        load_weights(str(directory), [chunk])
+        found = chunk.state_dict()["decoder.layers.0.pre_mlp_layernorm.weight"]
+    weights = load_file(directory.parent / "hf" / "model.safetensors")
+    assert torch.equal(found, weights["model.layers.0.post_attention_layernorm.weight"])
+
+
 # -- Names, kills, memory ------------------------------------------------------------------------
 
 
