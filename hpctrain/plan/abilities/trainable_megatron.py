@@ -70,6 +70,16 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "its embeddings have the size of its layers",
     ),
     (
+        lambda model: model.attends.qk_norm == "head_turned",
+        "attention.qk_norm",
+        "its norms of queries and keys are before the rotary positions",
+    ),
+    (
+        lambda model: model.moe and model.moe.score == "sparsemixer",
+        "moe.score",
+        "its router has softmax and sigmoid",
+    ),
+    (
         lambda model: model.mla is not None and model.bias in (True, "qkv", "attention"),
         "bias",
         "its latent attention has no biases at the down projections",

@@ -222,6 +222,7 @@ def _qk_norm_parameters(model: ModelSpec) -> int:
     """Count the norms of queries and keys of one layer."""
     heads = {
         "head": 2,
+        "head_turned": 2,
         "each_head": model.heads + model.key_value_heads,
         "width": model.heads + model.key_value_heads,
     }.get(model.attends.qk_norm or "", 0)
