@@ -207,8 +207,8 @@ def define_router_product() -> None:
 def define_duplicated_linear() -> None:
     """Let latent attention be built from megatron-core's own layers.
 
-    multi_latent_attention.py asks `isinstance(..., TELinear)`, which is None where TransformerEngine
-    is missing, and takes classes that it knows: one is of a library that hpctrain does not use.
+    multi_latent_attention.py asks `isinstance(..., TELinear)`, which is None where it could not be
+    imported, and takes classes that it knows: one is of a library that hpctrain does not use.
     """
     from megatron.core.transformer import multi_latent_attention
 

@@ -67,6 +67,7 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
         "DistributedDataParallelConfig",
         "finalize_model_grads",
     ),
+    "megatron.core.extensions.transformer_engine": ("TEColumnParallelLinear", "TENorm"),
     "megatron.core.fusions.fused_bias_dropout": ("get_bias_dropout_add",),
     "megatron.core.models.bert.bert_layer_specs": (
         "bert_layer_local_spec",
