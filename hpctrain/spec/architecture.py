@@ -30,11 +30,11 @@ class AttentionSpec(Document):
     chunk: int | None = Field(
         None, ge=1, description="Tokens of a chunk, in which a `chunk` layer stays (Llama 4)"
     )
-    qk_norm: Literal["head", "each_head", "width", "l2"] | None = Field(
+    qk_norm: Literal["head", "head_turned", "each_head", "width", "l2"] | None = Field(
         None,
-        description="Norm of queries and keys: over a head with shared weights (Qwen3), with own "
-        "weights for each head (StableLM 2), over all heads together (OLMo 2), or without weights "
-        "(Llama 4)",
+        description="Norm of queries and keys: over a head with shared weights (Qwen3), behind its "
+        "rotary positions (HunYuan), with own weights for each head (StableLM 2), over all heads "
+        "together (OLMo 2), or without weights (Llama 4)",
     )
     sinks: bool = Field(
         False, description="The softmax has a learned logit for each head more (GPT-OSS)"
@@ -111,8 +111,9 @@ class MoeSpec(Document):
     every: int = Field(
         1, ge=1, le=MOST_LAYERS, description="Of so many layers the last one has experts"
     )
-    score: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="What makes the router's logits into weights"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = Field(
+        "softmax",
+        description="What makes the router's logits into weights; sparsemixer: Phi-3.5-MoE's",
     )
     normalize: bool = Field(
         True, description="Weights of the chosen experts add up to 1 (norm_topk_prob)"

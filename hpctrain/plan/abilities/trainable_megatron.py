@@ -27,7 +27,7 @@ def _chosen_from_groups(model: ModelSpec) -> int | None:
 def _repeats(model: ModelSpec) -> bool:
     """Tell whether a layer behind the model is like any other: it does not know its number."""
     attends, rotates = model.attends, model.rotates
-    own = (attends.window, attends.chunk, rotates.without, model.parallel_residual)
+    own = (attends.window, rotates.without, model.parallel_residual)
     return not any(own)
 
 
@@ -68,6 +68,21 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         lambda model: model.embedding_size is not None,
         "embedding_size",
         "its embeddings have the size of its layers",
+    ),
+    (
+        lambda model: _mixes(model, "chunk"),
+        "attention.chunk",
+        "it attends to all tokens before or to a window of them",
+    ),
+    (
+        lambda model: model.attends.qk_norm in ("head_turned", "l2"),
+        "attention.qk_norm",
+        "its norms of queries and keys have weights, and are before the rotary positions",
+    ),
+    (
+        lambda model: model.moe and model.moe.score == "sparsemixer",
+        "moe.score",
+        "its router has softmax and sigmoid",
     ),
     (
         lambda model: model.mla is not None and model.bias in (True, "qkv", "attention"),
@@ -162,8 +177,7 @@ _ADDED: tuple[tuple[Callable[[ModelSpec], object], str], ...] = (
     (lambda model: model.output_bias, "output_bias"),
     (lambda model: model.bias in ("attention", "mlp"), "bias"),
     (lambda model: model.attends.soft_cap, "attention.soft_cap"),
-    (lambda model: model.attends.chunk, "attention.chunk"),
-    (lambda model: model.attends.qk_norm not in (None, "head"), "attention.qk_norm"),
+    (lambda model: model.attends.qk_norm in ("width", "each_head"), "attention.qk_norm"),
     (lambda model: model.rotates.window_base, "rope.window_base"),
     (lambda model: model.mla is None and model.rotates.scaling, "rope.scaling"),
     (
@@ -182,7 +196,6 @@ def own_layers_for(model: ModelSpec) -> str | None:
     """Name the part for which core attention must be unfused: TransformerEngine has it not."""
     parts = {
         "attention.soft_cap": model.attends.soft_cap is not None,
-        "attention.chunk": model.attends.chunk is not None,
         "positions: alibi": model.positions == "alibi",
     }
     return next((name for name, present in parts.items() if present), None)

@@ -215,15 +215,16 @@ def attention_parameters(model: ModelSpec, tp: int) -> int:
     projection = model.heads * model.head_size // tp * model.hidden
     bias = (qkv if model.qkv_bias else 0) + (model.hidden if model.attention_output_bias else 0)
     sinks = model.heads // tp if model.attends.sinks else 0
-    return model.hidden * qkv + projection + bias + sinks + _qk_norm_parameters(model)
+    return model.hidden * qkv + projection + bias + sinks + _qk_norm_parameters(model, tp)
 
 
-def _qk_norm_parameters(model: ModelSpec) -> int:
-    """Count the norms of queries and keys of one layer."""
+def _qk_norm_parameters(model: ModelSpec, tp: int) -> int:
+    """Count the norms of queries and keys of one layer; weights of each head are split."""
     heads = {
         "head": 2,
-        "each_head": model.heads + model.key_value_heads,
-        "width": model.heads + model.key_value_heads,
+        "head_turned": 2,
+        "each_head": (model.heads + model.key_value_heads) // tp,
+        "width": (model.heads + model.key_value_heads) // tp,
     }.get(model.attends.qk_norm or "", 0)
     return heads * norm_parameters(model, model.head_size)
 

@@ -94,7 +94,10 @@ def test_good_experts_pass(tmp_path: Path) -> None:
     [
         (dict(world=3), "needs 4 processes, but 3 were started"),
         (dict(global_batch_size=7), "global_batch_size 7 is not divisible"),
-        (dict(num_attention_heads=6, num_query_groups=3), "num_query_groups 3 and tp 2 do not divide each other"),
+        (
+            dict(num_attention_heads=6, num_query_groups=3),
+            "num_query_groups 3 and tp 2 do not divide each other",
+        ),
         (dict(padded_vocab_size=251), "padded_vocab_size 251 is not divisible by tp 2"),
         (dict(sequence_parallel=True, seq_length=33), "sequence_parallel needs tp > 1"),
         (dict(padded_vocab_size=128), "padded_vocab_size is below vocab_size 250"),

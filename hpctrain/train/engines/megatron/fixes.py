@@ -205,12 +205,16 @@ def define_router_product() -> None:
 
 
 def define_duplicated_linear() -> None:
-    """Let latent attention be built where TransformerEngine is missing.
+    """Let latent attention be built from megatron-core's own layers.
 
-    multi_latent_attention.py asks `isinstance(..., TELinear)`, which is None there.
+    multi_latent_attention.py asks `isinstance(..., TELinear)`, which is None where it could not be
+    imported, and takes classes that it knows: one is of a library that hpctrain does not use.
     """
     from megatron.core.transformer import multi_latent_attention
 
+    from hpctrain.train.engines.megatron.layers import DuplicatedLinear
+
+    multi_latent_attention.Linear = DuplicatedLinear
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.TELinear = _NoLinear
 

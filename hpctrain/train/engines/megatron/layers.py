@@ -26,7 +26,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -125,8 +125,34 @@ class KeyNorm(HeadsNorm):
 # -- Attention ---------------------------------------------------------------------------------
 
 
+class DuplicatedLinear(torch.nn.Module):
+    """A down projection of latent attention that each tensor-parallel rank has, as
+    TransformerEngine's is with `parallel_mode="duplicated"`.
+
+    The column-parallel layer that megatron-core has for it otherwise takes the gradients of the
+    keys that all heads share from the heads of one rank (multi_latent_attention.py).
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, config: Any, init_method: Any, **named: Any
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+        shared = named["tp_comm_buffer_name"] == "kv_down_proj" and not config.sequence_parallel
+        self.own = config.kv_lora_rank if shared else outputs
+
+    def forward(self, x: Any) -> tuple[Any, None]:
+        output = functional.linear(x, self.weight)
+        own, shared = output[..., : self.own], output[..., self.own :]
+        if shared.size(-1):
+            return torch.cat([own, copy_to_tensor_model_parallel_region(shared)], -1), None
+        return output, None
+
+
 class CoreAttention(DotProductAttention):
-    """Unfused attention with capped logits, chunks or slopes, and values of another size."""
+    """Unfused attention with capped logits or slopes, and values of another size."""
 
     def __init__(
         self,
@@ -149,14 +175,12 @@ class CoreAttention(DotProductAttention):
     def masked(self, scores: Any, mask: Any) -> Any:
         """Mask [batch, heads, tokens, tokens]; called before the softmax, with scaled scores."""
         record: ModelSpec = self.config.record
-        cap, chunk = record.attends.soft_cap, record.attends.chunk
+        cap = record.attends.soft_cap
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        tokens = torch.arange(scores.size(-1), device=scores.device)
         if record.positions == "alibi":
+            tokens = torch.arange(scores.size(-1), device=scores.device)
             scores = scores + (self._slopes(scores) * tokens).to(scores.dtype)
-        if chunk is not None and record.mixer(self.layer_number - 1) == "chunk":
-            mask = mask | (tokens[:, None] // chunk != tokens // chunk)
         return self.plain_mask(scores, mask)
 
     def _slopes(self, scores: Any) -> Any:
@@ -339,8 +363,6 @@ def arranged(spec: ModuleSpec, settings: Any, engine: bool) -> ModuleSpec:
         kinds = dict(module=ParallelLayer)
     if record.attends.qk_norm in ("width", "each_head"):
         inner = replace(inner, q_layernorm=QueryNorm, k_layernorm=KeyNorm)
-    if record.attends.qk_norm == "l2":
-        inner = replace(inner, q_layernorm=L2Norm, k_layernorm=L2Norm)
     if own_norms and record.attends.qk_norm == "head":
         inner = replace(inner, q_layernorm=norm, k_layernorm=norm)
     if record.mla is None and record.bias in ("attention", "mlp"):
@@ -352,6 +374,9 @@ def arranged(spec: ModuleSpec, settings: Any, engine: bool) -> ModuleSpec:
         )
     if not engine and (record.mla is not None or needs_own_core(record)):
         inner = replace(inner, core_attention=CoreAttention)
+    if not engine and record.mla is not None:
+        down = dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear)
+        inner = replace(inner, **down)
     module = OwnAttention if record.rotates.window_base is not None else attention.module
     attention = replace(attention, module=module, submodules=inner)
     return replace(spec, submodules=replace(layer, self_attention=attention), **kinds)
@@ -374,7 +399,7 @@ def _before(layer: Any, inner: Any, norm: Any, record: ModelSpec, engine: bool) 
 def needs_own_core(record: ModelSpec) -> bool:
     """Tell whether the product of queries and keys has what megatron-core's has not."""
     attends = record.attends
-    given = (attends.soft_cap, attends.chunk, attends.sinks, record.positions == "alibi")
+    given = (attends.soft_cap, attends.sinks, record.positions == "alibi")
     return any(given)
 
 

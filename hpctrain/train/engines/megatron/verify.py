@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ import weakref
 from collections.abc import Callable
 
 from megatron.core import parallel_state
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -70,8 +69,7 @@ def build(config: MegatronConfig) -> BuiltModel:
     buildable = without_gpu_options(config).model_copy(update=changes)
 
     stages = []
-    arranged = _latent_attention() if engine else nullcontext()
-    with arranged, flash_attention(engine and config.precision != "fp32"):
+    with flash_attention(engine and config.precision != "fp32"):
         for index in range(config.pipeline_model_parallel_size):
             with _fake_rank(buildable, index) as rank, MetaDeviceMode():
                 settings = transformer_settings(buildable, compiled=True, on_meta=True)
@@ -120,27 +118,6 @@ def _fake_rank(config: MegatronConfig, stage: int) -> Iterator[int]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-@contextmanager
-def _latent_attention() -> Iterator[None]:
-    """Build latent attention from megatron-core's own layers, as TransformerEngine's would be.
-
-    Its down projections are "duplicated" over tensor parallel ranks (multi_latent_attention.py,
-    q_down_proj_kwargs): a column-parallel layer over a group of one rank has the same weight.
-    """
-    original = multi_latent_attention.build_module
-
-    def build_module(*args: Any, **keywords: Any) -> Any:
-        if keywords.get("tp_comm_buffer_name") in ("q_down_proj", "kv_down_proj"):
-            keywords["tp_group"] = dist.new_group([dist.get_rank()])
-        return original(*args, **keywords)
-
-    multi_latent_attention.build_module = build_module
-    try:
-        yield
-    finally:
-        multi_latent_attention.build_module = original
 
 
 def main(argv: Sequence[str]) -> int:
