@@ -310,6 +310,11 @@ def _form(model: ModelSpec, part: str, rows: list[WeightRow]) -> _Form:
             lambda tensors: groups.join(groups.parts(tensors[0])),
             lambda tensor: [torch.cat(groups.split(tensor))],
         )
+    if part in ("query_norm", "key_norm") and model.attends.qk_norm == "each_head":
+        return (
+            lambda tensors: tensors[0].flatten(),
+            lambda tensor: [tensor.unflatten(0, (-1, model.head_size))],
+        )
     if row.alternating:
         return (
             lambda tensors: tensors[0].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1),

@@ -44,6 +44,24 @@ from hpctrain.train.engines.models.transformers_library import class_named
 
 FILES = sorted((Path(__file__).parents[1] / "families").glob("*.json"))
 CONFIGS = {file.stem: json.loads(file.read_text()) for file in FILES}
+# Other choices of the same families.
+CONFIGS |= {
+    "cohere, norms of each head": {**CONFIGS["cohere"], "use_qk_norm": True},
+    "falcon 40b": {
+        **CONFIGS["falcon"],
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 2,
+    },
+    "gpt_neox, one after the other": {**CONFIGS["gpt_neox"], "use_parallel_residual": False},
+    "deepseek_v3, whole queries": {**CONFIGS["deepseek_v3"], "q_lora_rank": None},
+    "llama, tied, with biases": {
+        **CONFIGS["llama"],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
 CONVERTED = [name for name, config in CONFIGS.items() if not unconvertible(config)]
 LOGITS = 2e-5  # fp32, of numbers of about 3
 PADDED = 384  # of a vocabulary of 320

@@ -65,6 +65,11 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "its norms are before a sum or on what is added, not behind the sum",
     ),
     (
+        lambda model: model.family == "falcon" and model.positions == "alibi",
+        "positions",
+        "slopes are added to scaled scores, and Falcon's class scales their sum",
+    ),
+    (
         lambda model: model.embedding_size is not None,
         "embedding_size",
         "its embeddings have the size of its layers",

@@ -135,7 +135,7 @@ def test_what_a_run_may_choose_differs_in_silence() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {}, "model_type is bert, of which no weights are known"),
     ("apertus", {}, "activation: it has no xielu"),
-    ("hunyuan_v1_dense", {}, "of which no weights are known"),
+    ("falcon", dict(alibi=True), "positions: slopes are added to scaled scores"),
     ("llama", dict(attention_gates=8), "attention_gates is 8, which nobody here knows"),
     ("gpt", dict(scale_attn_weights=False), "scale_attn_weights is false, trained here is true"),
     ("gpt", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is true"),
