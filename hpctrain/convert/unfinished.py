@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hpctrain.base import clock
 from hpctrain.base.durable import fsync_directory, replace_text
 from hpctrain.base.errors import HpctrainError, InvalidInputError
 from hpctrain.records.manifest import (
@@ -115,7 +115,7 @@ class UnfinishedConversion:
             layout="any",
             world_size=1,
             consumed_samples=None,
-            time=time.time(),
+            time=clock.now(),
             files=tuple(written.get(name) or digest_file(self.directory, name) for name in names),
         )
         replace_text(self.directory / MANIFEST_NAME, manifest.sealed().model_dump_json())

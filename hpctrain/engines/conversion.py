@@ -6,13 +6,15 @@ weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
 from hpctrain.plan.abilities.trainable_megatron import missing_parts
 from hpctrain.spec.families import Config, family_of, read_config
-from hpctrain.spec.families.settings import unusable
+from hpctrain.spec.families.settings import family_by, unusable
 from hpctrain.spec.model import ModelSpec
 
 
@@ -42,8 +44,13 @@ def shape_described(config: Config) -> ModelSpec:
 
 def unexportable(model: ModelSpec) -> list[str]:
     """List why no class of Hugging Face computes what megatron-core trains; empty if one does."""
-    weights_alone = model.model_copy(update={"dropout": 0.0})
-    return [message for _, message in unrepresentable_model(weights_alone)]
+    family = family_by(model)
+    if not family.weights:
+        return [f"no weights of {family.title} are known"]
+    alone: dict[str, object] = {"dropout": 0.0}
+    if "prediction_norm" in family.weights:
+        alone["mtp_layers"] = 0  # the class has none, its published files have them
+    return [message for _, message in unrepresentable_model(model.model_copy(update=alone))]
 
 
 def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
@@ -51,7 +58,7 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
 
     `half`: weights in bf16, else fp32.
     """
-    return MegatronConfig.model_construct(
+    fields: dict[str, Any] = dict(
         model=model,
         padded_vocab_size=model.vocab,
         transformer_impl="local",
@@ -69,3 +76,4 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
         recompute_granularity=None,
         micro_batch_size=1,
     )
+    return MegatronConfig.model_construct(**fields)
