@@ -6,6 +6,8 @@ weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
 from hpctrain.engines.megatron import MegatronConfig
@@ -59,9 +61,9 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
 
     `half`: weights in bf16, else fp32.
     """
+    shape: dict[str, Any] = dict(model=model, padded_vocab_size=model.vocab)
     return MegatronConfig.model_construct(
-        model=model,
-        padded_vocab_size=model.vocab,
+        **shape,
         transformer_impl="local",
         vocab_size=model.vocab,
         seq_length=model.seq,
