@@ -58,9 +58,9 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
 
     `half`: weights in bf16, else fp32.
     """
-    fields: dict[str, Any] = dict(
-        model=model,
-        padded_vocab_size=model.vocab,
+    shape: dict[str, Any] = dict(model=model, padded_vocab_size=model.vocab)
+    return MegatronConfig.model_construct(
+        **shape,
         transformer_impl="local",
         vocab_size=model.vocab,
         seq_length=model.seq,
@@ -76,4 +76,3 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
         recompute_granularity=None,
         micro_batch_size=1,
     )
-    return MegatronConfig.model_construct(**fields)

@@ -120,4 +120,5 @@ def test_a_layout_equals_one_process(case: str, trial: MakeTrial) -> None:
     base = base_of(name)
     split = trial(base, **LAYOUTS[layout])
     assert set(split.train()) == {0}
-    assert_near(split, trained(base, micro_batch_size=2), 1)
+    # without norms before a layer gradients have norms of about ten
+    assert_near(split, trained(base, micro_batch_size=2), 1, norm=1e-4)

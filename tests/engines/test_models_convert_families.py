@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from trial_runs import LIMIT_SECONDS, apart, wrap
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, MOE, MakeTrial, apart, assert_near, wrap
 from variants import varied
 
 from bench import prefork
@@ -31,6 +31,7 @@ from hpctrain.convert.hugging_face_directory import (
 )
 from hpctrain.convert.pretrained_weights import rules_of, tensors_of
 from hpctrain.engines.conversion import conversion_config, shape_described, unconvertible
+from hpctrain.engines.megatron import with_model
 from hpctrain.records.manifest import read_manifest
 from hpctrain.spec.families.settings import family_by, settings_of
 from hpctrain.spec.model import ModelSpec
@@ -246,6 +247,39 @@ def load_with_predictions_and_other_norms(directory: Path) -> None:
         found = chunk.state_dict()["decoder.layers.0.pre_mlp_layernorm.weight"]
     weights = load_file(directory.parent / "hf" / "model.safetensors")
     assert torch.equal(found, weights["model.layers.0.post_attention_layernorm.weight"])
+
+
+@pytest.mark.nightly("trains by two engines")
+def test_experts_train_alike_from_one_directory_and_come_out_alike(
+    tmp_path: Path, trial: MakeTrial
+) -> None:
+    apart(stage, tmp_path, "qwen3_moe")
+    apart(convert, tmp_path / "hf", tmp_path / "megatron")
+    model = model_of("qwen3_moe").model_dump(exclude_none=True) | {"seq": 32}
+    model["moe"]["balance_loss"] = 0.0  # transformers adds none
+    short = dict(vocab_size=320, train_steps=3, lr_decay_steps=3, save_interval_steps=3)
+    whole = {**model, "pretrained": str(tmp_path / "hf"), "config": CONFIGS["qwen3_moe"]}
+    plain = trial(MODULE_GPT, **short, model=whole)
+    spread = trial(
+        with_model(MOE),
+        **short,
+        model={**model, "pretrained": str(tmp_path / "megatron")},
+        padded_vocab_size=PADDED,
+        pipeline_layer_split=((model["layers"],),),
+        **LAYOUTS["ep 2"],
+    )
+    assert plain.train() == [0]
+    assert spread.train() == [0, 0], spread.said
+    assert_near(plain, spread, 1, 1e-4, 1e-2)
+    assert plain.losses[3] < plain.losses[1] - 0.01, "it learns"
+    weights = []
+    for number, run in enumerate((plain, spread)):
+        target = tmp_path / f"tuned-{number}"
+        apart(convert, run.run.checkpoints / "iter_0000003", target)
+        weights.append(load_file(target / "model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert (weight - weights[1][name]).abs().max() <= 2e-3, name
 
 
 # -- Names, kills, memory ------------------------------------------------------------------------

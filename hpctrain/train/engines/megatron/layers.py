@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -108,6 +109,7 @@ class HeadsNorm(torch.nn.Module):
             prefix,
             {"weight": 0},
             sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
@@ -332,10 +334,9 @@ def with_bias(linear: Any, bias: bool) -> Any:
     """Return a class of linear layers that have a bias, or none, whatever they are told."""
 
     def build(self: Any, *args: Any, **keywords: Any) -> None:
-        super(made, self).__init__(*args, **{**keywords, "bias": bias})
+        linear.__init__(self, *args, **{**keywords, "bias": bias})
 
-    made = type(linear.__name__, (linear,), {"__init__": build})
-    return made
+    return type(linear.__name__, (linear,), {"__init__": build})
 
 
 def arranged(spec: ModuleSpec, settings: Any, engine: bool) -> ModuleSpec:
