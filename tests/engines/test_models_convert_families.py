@@ -228,7 +228,7 @@ def test_layers_that_predict_are_converted_where_files_have_them(tmp_path: Path)
 
 
 def load_with_predictions_and_other_norms(directory: Path) -> None:
-    """As a run does whose layers have a norm as part of what is behind it, unlike the checkpoint."""
+    """As a run does whose layers have a norm as part of the next one, unlike the checkpoint."""
     with megatron_checkpoint.one_rank():
         model = shape_described(CONFIGS["deepseek_v3"])
         assert model.mtp_layers == 1
@@ -254,11 +254,15 @@ def test_experts_train_alike_from_one_directory_and_come_out_alike(
     tmp_path: Path, trial: MakeTrial
 ) -> None:
     apart(stage, tmp_path, "qwen3_moe")
+    file = tmp_path / "hf" / "config.json"
+    # transformers adds no loss that balances experts
+    config = {**json.loads(file.read_text()), "router_aux_loss_coef": 0.0}
+    file.write_text(json.dumps(config))
     apart(convert, tmp_path / "hf", tmp_path / "megatron")
-    model = model_of("qwen3_moe").model_dump(exclude_none=True) | {"seq": 32}
-    model["moe"]["balance_loss"] = 0.0  # transformers adds none
-    short = dict(vocab_size=320, train_steps=3, lr_decay_steps=3, save_interval_steps=3)
-    whole = {**model, "pretrained": str(tmp_path / "hf"), "config": CONFIGS["qwen3_moe"]}
+    model = shape_described(config).model_dump(exclude_none=True) | {"seq": 32}
+    short = dict(train_steps=3, lr_decay_steps=3, save_interval_steps=3, global_batch_size=8)
+    short |= dict(vocab_size=320)
+    whole = {**model, "pretrained": str(tmp_path / "hf"), "config": config}
     plain = trial(MODULE_GPT, **short, model=whole)
     spread = trial(
         with_model(MOE),
