@@ -74,10 +74,10 @@ class HeadsNorm(torch.nn.Module):
     tensor-parallel ranks too (OLMo 2).
     """
 
-    def __init__(self, heads: int, config: Any, eps: float) -> None:
+    def __init__(self, heads: int, config: Any) -> None:
         super().__init__()
-        record = config.record
-        self.rms, self.eps = record.norm == "rmsnorm", eps
+        record: ModelSpec = config.record
+        self.rms, self.eps = record.norm == "rmsnorm", record.norm_epsilon
         self.over_all = record.attends.qk_norm == "width"
         self.parts = config.tensor_model_parallel_size
         self.size = record.head_size
@@ -112,16 +112,6 @@ class HeadsNorm(torch.nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
-
-
-class QueryNorm(HeadsNorm):
-    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
-        super().__init__(config.num_attention_heads, config, eps)
-
-
-class KeyNorm(HeadsNorm):
-    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
-        super().__init__(config.num_query_groups, config, eps)
 
 
 # -- Attention ---------------------------------------------------------------------------------
@@ -197,8 +187,8 @@ class CoreAttention(DotProductAttention):
 
 
 class OwnAttention(SelfAttention):
-    """Attention whose `window` layers have rotary positions of another base, which are not scaled
-    (Gemma 3)."""
+    """Attention with norms over heads, or whose `window` layers have rotary positions of another
+    base, which are not scaled (Gemma 3)."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, **keywords: Any) -> None:
         record: ModelSpec = config.record
@@ -209,6 +199,9 @@ class OwnAttention(SelfAttention):
             config = copy.copy(config)
             delattr(config, _YARN_SCALE)
         super().__init__(config, submodules, layer_number, **keywords)
+        if record.attends.qk_norm in ("width", "each_head"):
+            self.q_layernorm = HeadsNorm(record.heads, config)
+            self.k_layernorm = HeadsNorm(record.key_value_heads, config)
         self.own_rotary = base and RotaryEmbedding(
             config.kv_channels,
             record.rotates.partial,
@@ -362,23 +355,23 @@ def arranged(spec: ModuleSpec, settings: Any, engine: bool) -> ModuleSpec:
         layer = replace(layer, self_attn_bda=added, mlp_bda=added)
     if record.parallel_residual is not None:
         kinds = dict(module=ParallelLayer)
-    if record.attends.qk_norm in ("width", "each_head"):
-        inner = replace(inner, q_layernorm=QueryNorm, k_layernorm=KeyNorm)
     if own_norms and record.attends.qk_norm == "head":
         inner = replace(inner, q_layernorm=norm, k_layernorm=norm)
     if record.mla is None and record.bias in ("attention", "mlp"):
-        own = record.bias == "attention"
+        has = record.bias == "attention"
         inner = replace(
             inner,
-            linear_qkv=with_bias(inner.linear_qkv, own),
-            linear_proj=with_bias(inner.linear_proj, own),
+            linear_qkv=with_bias(inner.linear_qkv, has),
+            linear_proj=with_bias(inner.linear_proj, has),
         )
     if not engine and (record.mla is not None or needs_own_core(record)):
         inner = replace(inner, core_attention=CoreAttention)
     if not engine and record.mla is not None:
         down = dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear)
         inner = replace(inner, **down)
-    module = OwnAttention if record.rotates.window_base is not None else attention.module
+    norms_heads = record.attends.qk_norm in ("width", "each_head")
+    own = norms_heads or record.rotates.window_base is not None
+    module = OwnAttention if own else attention.module
     attention = replace(attention, module=module, submodules=inner)
     return replace(spec, submodules=replace(layer, self_attention=attention), **kinds)
 
