@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from hpctrain.engines.conversion import conversion_config, shape_described, unconvertible
+from hpctrain.engines.conversion import (
+    conversion_config,
+    shape_described,
+    unconvertible,
+    unexportable,
+)
 from hpctrain.spec.families import family_named, family_of, read_config
 from hpctrain.spec.families.settings import disagreements, settings_of
 from hpctrain.spec.model import ModelSpec
@@ -159,3 +164,14 @@ def test_the_shape_survives_every_translation(family: str) -> None:
     assert settings_of(shape_described(config)) == settings_of(wanted)
     built = conversion_config(wanted, half=False).model
     assert settings_of(built) == settings_of(wanted) and built.family == family
+
+
+def test_what_no_class_has_cannot_be_exported() -> None:
+    """Layers that predict are in published files, though in no class."""
+    bert, _ = config_json("bert")
+    assert unexportable(bert) == ["no weights of BERT are known"]
+    predicting = shape_described(json.loads((CONFIGS / "deepseek_v3.json").read_text()))
+    assert predicting.mtp_layers == 1 and unexportable(predicting) == []
+    llama, _ = config_json("llama")
+    (found,) = unexportable(llama.model_copy(update={"logit_scale": 2.0}))
+    assert "logit_scale" in found
