@@ -24,13 +24,6 @@ def _chosen_from_groups(model: ModelSpec) -> int | None:
     return None if moe is None or moe.top_groups is None else moe.top_k // moe.top_groups
 
 
-def _repeats(model: ModelSpec) -> bool:
-    """Tell whether a layer behind the model is like any other: it does not know its number."""
-    attends, rotates = model.attends, model.rotates
-    own = (attends.window, rotates.without, model.parallel_residual)
-    return not any(own)
-
-
 # Parts of a model that megatron-core 0.16.1 and 0.19.2 and the layers that hpctrain adds to them
 # (`train/engines/megatron/layers.py`) do not have: whether a model has one, its field, and why not.
 _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
@@ -147,7 +140,10 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "it ranks a group by `top_k / top_groups` of its experts, and these by two",
     ),
     (
-        lambda model: model.mtp_layers and not _repeats(model),
+        lambda model: (
+            model.mtp_layers
+            and any((model.attends.window, model.rotates.without, model.parallel_residual))
+        ),
         "mtp_layers",
         "a prediction layer has no place in a pattern of layers, nor a parallel residual",
     ),
