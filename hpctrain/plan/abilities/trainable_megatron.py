@@ -211,6 +211,9 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if unfused is not None and spec.engine.implementation == "transformer_engine":
         message = f"TransformerEngine's attention has no {unfused}: say local"
         yield "engine.implementation", message
+    if unfused is not None and spec.precision in ("fp8", "fp4"):
+        message = f"TransformerEngine's layers compute in {spec.precision}, and have no {unfused}"
+        yield "precision", message
     yield from _untrainable_options(spec)
     learned = spec.model.classes is None and spec.learned_task in _LEARNED_FROM_TOKENS
     for field, given in (("lora", spec.lora), ("task", None if learned else spec.learned_task)):
