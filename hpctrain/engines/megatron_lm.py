@@ -13,14 +13,13 @@ import itertools
 import math
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from hpctrain.engines.megatron import MegatronConfig, core_fields, megatron_config, position_kind
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
-from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob
@@ -140,11 +139,14 @@ def _model(config: MegatronLmConfig) -> Arguments:
     fields = core_fields(model)
     latent, grouped = model.mla is not None, model.key_value_heads != model.heads
     rotary = model.positions == "rope"
-    arguments: Arguments = {
-        name.replace("_", "-"): _as_text(value)
-        for name, value in fields.items()
-        if name not in _OTHERWISE
-    }
+    arguments: Arguments = {}
+    for name in (name for name in fields if name not in _OTHERWISE):
+        value = fields[name]
+        if isinstance(value, tuple):  # as arguments.py reads them: `--window-size=127,0`
+            value = ",".join(map(str, value))
+        elif isinstance(value, list):  # `--no-rope-freq=[0,1]`
+            value = str(value).replace(" ", "")
+        arguments[name.replace("_", "-")] = value
     arguments |= {
         "group-query-attention": grouped and not latent,
         "num-query-groups": model.key_value_heads if grouped and not latent else None,
@@ -166,27 +168,15 @@ def _model(config: MegatronLmConfig) -> Arguments:
         "openai-gelu": model.activation == "gelu_tanh" and not model.mlp_bias,
     }
     if model.moe is not None:
-        frequencies = "+".join(f"[{int(has)}]*{count}" for has, count in _runs(model))
+        runs = itertools.groupby(fields["moe_layer_freq"])
+        pattern = "+".join(f"[{kind}]*{len(list(same))}" for kind, same in runs)
         arguments["num-experts"] = model.moe.experts
-        arguments["moe-layer-freq"] = f"({frequencies})"
+        arguments["moe-layer-freq"] = f"({pattern})"
         arguments["moe-token-dispatcher-type"] = "alltoall"
     if latent:
         arguments["rope-type"] = fields["rope_type"]
         arguments["no-rope-fusion"] = True  # transformer_config.py: with YaRN only
     return arguments
-
-
-def _as_text(value: Any) -> ArgumentValue | None:
-    """Write lists as arguments.py reads them: `--window-size=127,0`, `--no-rope-freq=[0,1]`."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).replace(" ", "") if isinstance(value, list) else value
-
-
-def _runs(model: ModelSpec) -> list[tuple[bool, int]]:
-    """Count layers with experts and without, one run after the other."""
-    kinds = [model.has_experts(layer) for layer in range(model.layers)]
-    return [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
 
 
 def _layout(config: MegatronLmConfig) -> Arguments:

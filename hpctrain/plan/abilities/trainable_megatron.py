@@ -24,13 +24,6 @@ def _chosen_from_groups(model: ModelSpec) -> int | None:
     return None if moe is None or moe.top_groups is None else moe.top_k // moe.top_groups
 
 
-def _repeats(model: ModelSpec) -> bool:
-    """Tell whether a layer behind the model is like any other: it does not know its number."""
-    attends, rotates = model.attends, model.rotates
-    own = (attends.window, rotates.without, model.parallel_residual)
-    return not any(own)
-
-
 # Parts of a model that megatron-core 0.16.1 and 0.19.2 and the layers that hpctrain adds to them
 # (`train/engines/megatron/layers.py`) do not have: whether a model has one, its field, and why not.
 _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
@@ -152,7 +145,10 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "it ranks a group by `top_k / top_groups` of its experts, and these by two",
     ),
     (
-        lambda model: model.mtp_layers and not _repeats(model),
+        lambda model: (
+            model.mtp_layers
+            and any((model.attends.window, model.rotates.without, model.parallel_residual))
+        ),
         "mtp_layers",
         "a prediction layer has no place in a pattern of layers, nor a parallel residual",
     ),
@@ -220,6 +216,9 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if unfused is not None and spec.engine.implementation == "transformer_engine":
         message = f"TransformerEngine's attention has no {unfused}: say local"
         yield "engine.implementation", message
+    if unfused is not None and spec.precision in ("fp8", "fp4"):
+        message = f"TransformerEngine's layers compute in {spec.precision}, and have no {unfused}"
+        yield "precision", message
     yield from _untrainable_options(spec)
     learned = spec.model.classes is None and spec.learned_task in _LEARNED_FROM_TOKENS
     for field, given in (("lora", spec.lora), ("task", None if learned else spec.learned_task)):

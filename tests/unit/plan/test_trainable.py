@@ -27,6 +27,7 @@ from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 from hpctrain.train.engines.megatron.preflight import engine_problems
 
+SIGMOID: dict[str, Any] = dict(experts=8, top_k=2, ffn=64, score="sigmoid")
 BERT = {**GPT_TINY, "family": "bert"}
 MLA = {**GPT_TINY, "family": "llama", "ffn": 128, "mla": dict(kv_rank=64)}
 
@@ -97,6 +98,35 @@ def test_an_external_megatron_lm_takes_formats_by_its_arguments(
             "engine.megatron.cuda_graph_impl",
         ),
         (dict(engine=megatron(tp_comm_overlap=True), model=MLA), "engine.megatron.tp_comm_overlap"),
+        (dict(model={**GPT_TINY, "activation": "xielu"}), "model.activation"),
+        (dict(model={**MLA, "attention": dict(qk_norm="head")}), "model.attention.qk_norm"),
+        (
+            dict(model={**GPT_TINY, "moe": dict(SIGMOID, normalize=False)}),
+            "model.moe.normalize",
+        ),
+        (
+            dict(model={**GPT_TINY, "moe": dict(SIGMOID, top_k=3, groups=2, top_groups=1)}),
+            "model.moe.groups",
+        ),
+        (dict(model={**GPT_TINY, "config": dict(model_type="gpt2", colour=3)}), "model.config"),
+        (
+            dict(
+                model={**GPT_TINY, "attention": dict(soft_cap=30)},
+                engine={"implementation": "transformer_engine"},
+            ),
+            "engine.implementation",
+        ),
+        (
+            dict(model={**GPT_TINY, "attention": dict(soft_cap=30)}, precision="fp8"),
+            "precision",
+        ),
+        (
+            dict(
+                model={**GPT_TINY, "norm_place": "both"},
+                engine={"name": "megatron-lm", "checkout": "/megatron"},
+            ),
+            "model.norm_place",
+        ),
         (
             dict(engine=megatron(tp_comm_overlap=True), model={**GPT_TINY, "mtp_layers": 1}),
             "engine.megatron.tp_comm_overlap",

@@ -312,6 +312,10 @@ class ParallelLayer(TransformerLayer):
     """A layer whose MLP has the same input as its attention, behind the same norm or its own."""
 
     def _forward_attention(self, hidden_states: Any, *args: Any, **keywords: Any) -> Any:
+        """Keep the input of the layer until its MLP has read it.
+
+        A layer that is recomputed comes here once more.
+        """
         self.entered = hidden_states
         return super()._forward_attention(hidden_states, *args, **keywords)
 
