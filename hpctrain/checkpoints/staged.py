@@ -3,7 +3,7 @@
 Two kinds: Hugging Face's (`config.json` and safetensors) and what `hpctrain convert` makes of one
 for megatron-core (the same `config.json`, and a `torch_dist` checkpoint). Belongs here: whether
 all of it is there. Does not belong here: whether it is the model that somebody wants
-(`hpctrain.engines.hugging_face`), loading it.
+(`hpctrain.spec.families.settings`), loading it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.records.manifest import file_problem, read_manifest
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -45,6 +46,11 @@ def open_staged(path: Path) -> Staged:
     # newer versions of megatron-core write no common.pt
     beside = (path / "common.pt", path / ".metadata")
     if (path / MEGATRON_NAME).exists() and any(file.exists() for file in beside):
+        manifest = read_manifest(path)
+        for listed in manifest.files if manifest is not None else ():
+            if problem := file_problem(path, listed, deep=False):
+                hint = "convert it again"
+                raise InvalidInputError([Problem(f"{path} is incomplete: {problem}", hint=hint)])
         return Staged(path, config, "megatron_core")
     for file in weight_files(path):
         # a download that was cut off is shorter than its header says
@@ -78,8 +84,8 @@ def expected_bytes(file: Path) -> int:
 
     https://huggingface.co/docs/safetensors, "Format". Raises OSError, ValueError.
     """
-    header_bytes, tensors = _header(file)
-    return 8 + header_bytes + max((about["data_offsets"][1] for about in tensors), default=0)
+    start, tensors = header_of(file)
+    return start + max((about["data_offsets"][1] for about in tensors.values()), default=0)
 
 
 def tensor_bytes(directory: Path) -> int:
@@ -90,16 +96,17 @@ def tensor_bytes(directory: Path) -> int:
     return sum(
         about["data_offsets"][1] - about["data_offsets"][0]
         for file in weight_files(directory)
-        for about in _header(file)[1]
+        for about in header_of(file)[1].values()
     )
 
 
-def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Read the length of a header, and what it says about each tensor."""
+def header_of(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Read where the tensors of a safetensors file begin, and what its header says of each."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(min(header_bytes, _LONGEST_HEADER)))
-    return header_bytes, [about for name, about in header.items() if name != "__metadata__"]
+    header.pop("__metadata__", None)
+    return 8 + header_bytes, header
 
 
 def _read_json(path: Path, file: Path) -> dict[str, Any]:

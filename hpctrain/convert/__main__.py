@@ -4,17 +4,15 @@
 - starting weights for megatron-core become a Hugging Face directory;
 - a checkpoint of a run becomes a Hugging Face directory (with LoRA merged).
 
-Prints one JSON document of `hpctrain.records.conversions`. Belongs here: the choice, and writing
-TARGET atomically. Does not belong here: the formats.
+Prints one JSON document of `hpctrain.records.conversions`. Belongs here: the choice. Does not
+belong here: the formats, going on after a kill (see `unfinished`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.checkpoints.staged import open_staged
+from hpctrain.convert.unfinished import UnfinishedConversion, unfinished
 from hpctrain.records.conversions import ConversionFailure, ConversionReport
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name
@@ -39,7 +38,7 @@ def convert(source: Path, target: Path) -> ConversionReport:
         raise InvalidInputError([Problem("exists already", str(target), hint=hint)])
     run = RunLayout(source.parent.parent)
     # A missing package and a source that is no model are told before anything is written.
-    write: Callable[[Path], ConversionReport]
+    write: Callable[[UnfinishedConversion], ConversionReport]
     if source.parent == run.checkpoints and run.train_config.exists():
         from hpctrain.convert.run_checkpoint import export
 
@@ -48,21 +47,9 @@ def convert(source: Path, target: Path) -> ConversionReport:
         from hpctrain.convert.pretrained_weights import convert_staged
 
         write = partial(convert_staged, open_staged(source))
-    with _atomic_directory(target) as directory:
-        report = write(directory)
+    with unfinished(target, source) as work:
+        report = write(work)
     return report.model_copy(update={"target": str(target)})
-
-
-@contextlib.contextmanager
-def _atomic_directory(target: Path) -> Iterator[Path]:
-    """Make a directory that is renamed to `target` at the end, or removed on an error."""
-    unfinished = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def main(argv: Sequence[str]) -> int:

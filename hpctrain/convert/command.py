@@ -21,11 +21,13 @@ def convert(source: Path, target: Path, as_json: bool) -> None:
 
     \b
     SOURCE                                     TARGET
-    Hugging Face directory (GPT-2, Llama)      megatron-core: `model.pretrained`
+    Hugging Face directory                     megatron-core: `model.pretrained`
     what `convert` has made for megatron-core  Hugging Face directory
     RUN/checkpoints/iter_N of a run            Hugging Face directory, LoRA merged
 
-    Weights keep their type (bf16 or fp32). Needs memory for the whole model, but no GPU.
+    Weights keep their type (bf16 or fp32). Needs no GPU; megatron-core's are converted one after
+    the other in the memory of one, from checkpoints of any layout. A conversion that was killed
+    goes on with the files that it has finished, which are verified by their digests at the end.
 
     \b
     Examples:

@@ -19,7 +19,7 @@ from hpctrain.records.conversions import ConversionFailure, ConversionReport
 def convert_weights(
     source: Path, target: Path, *, python: str = sys.executable, timeout_seconds: float = 86400.0
 ) -> ConversionReport:
-    """Write the model of `source` to the new directory `target`; needs no GPU, and memory for it.
+    """Write the model of `source` to the new directory `target`; needs no GPU.
 
     `source` is a Hugging Face directory, one that this function has made for megatron-core, or a
     checkpoint of a run (`RUN/checkpoints/iter_N`). Raises InvalidInputError when it cannot be
@@ -36,7 +36,8 @@ def convert_weights(
     except ValidationError:
         if ended.returncode == -9:
             raise HpctrainError(
-                "the process that converts was killed", hint="is there memory for the whole model?"
+                "the process that converts was killed",
+                hint="was its memory limited? The same command goes on where it was",
             ) from None
         message = f"the weights could not be converted ({ended.ending}): {ended.last_line}"
         raise HpctrainError(message) from None

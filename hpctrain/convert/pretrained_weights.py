@@ -1,13 +1,17 @@
 """Convert between a Hugging Face directory and starting weights for megatron-core.
 
-Belongs here: converting each tensor by its rule. Does not belong here: the rules (see
-`pretrained_weights`), reading and writing (see `hugging_face_directory`, `megatron_checkpoint`).
+Belongs here: which tensors of one make which weight of the other, by the tables of families, and
+converting one after the other. Does not belong here: reading and writing (see
+`hugging_face_directory`, `megatron_checkpoint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,196 +21,308 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
 from hpctrain.convert import megatron_checkpoint
 from hpctrain.convert.hugging_face_directory import (
+    StoredTensors,
+    TensorToWrite,
     copy_companions,
-    dtype_of,
-    open_tensors,
-    write_model,
+    write_tensors,
 )
+from hpctrain.convert.megatron_checkpoint import CoreWeights, StoredWeights
+from hpctrain.convert.unfinished import UnfinishedConversion
 from hpctrain.engines.conversion import shape_described, unconvertible
-from hpctrain.engines.hugging_face import MODEL_TYPES
+from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.records.conversions import ConversionReport, Form
+from hpctrain.spec.families import WeightRow
+from hpctrain.spec.families.settings import family_by
 from hpctrain.spec.model import ModelSpec
-from hpctrain.train.engines.models.build import empty_model
 
 
-def convert_staged(staged: Staged, target: Path) -> ConversionReport:
+def convert_staged(staged: Staged, work: UnfinishedConversion) -> ConversionReport:
     """Convert to the other of the two formats. Raises InvalidInputError."""
     if reasons := unconvertible(staged.config):
         raise InvalidInputError([Problem(reason, str(staged.path)) for reason in reasons])
     model = shape_described(staged.config)
+    copy_companions(staged.path, work.directory)
     form: Form
+    if staged.kind == "hugging_face":
+        form, dtype = "megatron-core", to_megatron(model, StoredTensors(staged), work)
+    else:
+        stored = StoredWeights(staged.path)
+        form, dtype = "Hugging Face", stored.dtype
+        to_hugging_face(model, stored, work)
+    return report_of(model, dtype, staged.path, form)
+
+
+def to_megatron(model: ModelSpec, stored: StoredTensors, work: UnfinishedConversion) -> torch.dtype:
+    """Write a megatron-core checkpoint, one weight after the other; returns their type."""
+    family = family_by(model)
+    if not any(name.startswith(family.layer_prefix.format(layer=model.layers)) for name in stored):
+        model = model.model_copy(update={"mtp_layers": 0})  # transformers saves none
+    bias = family.weights.get("router_bias")
+    of_any_type = () if bias is None else [name for name in stored if name.endswith(bias.name)]
+    dtype = stored.dtype(of_any_type)
     with megatron_checkpoint.one_rank():
-        if staged.kind == "hugging_face":
-            form = "megatron-core"
-            converted = megatron_checkpoint.build(model, dtype_of(staged))
-            fill(converted, model, staged)
-            megatron_checkpoint.save(converted, target)
-        else:
-            form = "Hugging Face"
-            chunk = megatron_checkpoint.build(model, megatron_checkpoint.stored_dtype(staged.path))
-            megatron_checkpoint.load(chunk, staged.path)
-            converted = module_of(chunk, model, staged.config)
-            write_model(converted, target)
-        copy_companions(staged.path, target)
-        return report_of(converted, model, staged.path, form)
+        core = CoreWeights(model, dtype)
+        rules = rules_of(model, core.weights)
+        found = {}
+        for name, (shape, _) in tensors_of(model, core, rules).items():
+            known = stored.find(name)
+            if known is None:
+                raise InvalidInputError([Problem(f"has no weight {name}", str(stored.path))])
+            found[name] = known
+            if known[1].shape != shape:
+                message = f"{known[0]} has shape {list(known[1].shape)}, not {list(shape)}"
+                raise InvalidInputError([Problem(message, str(stored.path))])
+        _refuse_unknown(model, stored, {known for known, _ in found.values()})
+
+        def make(name: str) -> Any:
+            rule = rules[name]
+            parts = [found[one.name][1].read(one.expert) for one in rule.hugging_face]
+            return rule.join(parts)
+
+        core.write(make, work)
+    return dtype
 
 
-@torch.no_grad()
-def fill(chunk: Any, model: ModelSpec, staged: Staged) -> None:
-    """Copy the directory's weights into a GPTModel, one tensor after the other."""
-    parameters = dict(chunk.named_parameters())
-    with open_tensors(staged) as read:
-        for rule in rules_of(model):
-            tensor = rule.join([read(name) for name in rule.hugging_face])
-            target = parameters.pop(rule.megatron)
-            if tensor.shape != target.shape:
-                message = (
-                    f"{rule.hugging_face[0]} has shape {list(tensor.shape)}, "
-                    f"not {list(target.shape)}"
-                )
-                raise InvalidInputError([Problem(message, str(staged.path))])
-            target.copy_(tensor)
-    assert not parameters, f"rules for {sorted(parameters)} are missing"
+def _refuse_unknown(model: ModelSpec, stored: StoredTensors, read: set[str]) -> None:
+    """Raise InvalidInputError for tensors that are in no part of the model."""
+    family = family_by(model)
+    unused = list(family.unused_weights)
+    if model.tied:
+        unused.append(family.weights["head"].name + ".*")
+    left = [
+        name
+        for name in stored
+        if name not in read and not any(fnmatchcase(name, pattern) for pattern in unused)
+    ]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        message = f"has weights that no part of {family.title} has: {', '.join(left[:3])}{more}"
+        raise InvalidInputError([Problem(message, str(stored.path))])
 
 
-@torch.no_grad()
-def module_of(chunk: Any, model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
-    """Build a model of Hugging Face's class with the weights of a GPTModel."""
-    state = chunk.state_dict()
-    tensors: dict[str, Any] = {}
-    for rule in rules_of(model):
-        parts = rule.split(state[rule.megatron])
-        named = zip(rule.hugging_face, parts, strict=True)
-        tensors |= {name: part.contiguous() for name, part in named}
-    module = empty_model(model, config)
-    missing, unexpected = module.load_state_dict(tensors, strict=False, assign=True)
-    module.tie_weights()
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    return module
+def to_hugging_face(model: ModelSpec, stored: StoredWeights, work: UnfinishedConversion) -> None:
+    """Write safetensors of a megatron-core checkpoint, one tensor after the other."""
+    if not stored.has_predictions:
+        model = model.model_copy(update={"mtp_layers": 0})
+    with megatron_checkpoint.one_rank():
+        core = CoreWeights(model, stored.dtype)
+    stored.check(core)
+    rules = rules_of(model, core.weights)
+
+    @lru_cache(maxsize=2)  # tensors of one weight are beside each other, but for one between
+    def parts_of(name: str) -> list[Any]:
+        return rules[name].split(stored.read(core.weights[name]))
+
+    def parts(pieces: list[tuple[str, int]]) -> Iterator[Any]:
+        for name, number in pieces:
+            yield parts_of(name)[number]
+
+    write_tensors(
+        work,
+        [
+            TensorToWrite(name, core.weights[pieces[0][0]].dtype, shape, partial(parts, pieces))
+            for name, (shape, pieces) in tensors_of(model, core, rules).items()
+        ],
+    )
 
 
 def report_of(
-    module: Any, model: ModelSpec, source: Path, form: Form, *, merged_lora: bool = False
+    model: ModelSpec, dtype: torch.dtype, source: Path, form: Form, *, merged_lora: bool = False
 ) -> ConversionReport:
     """Describe the converted model; the caller fills in `target`."""
-    parameters = list(module.parameters())
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     return ConversionReport(
         source=str(source),
         target="",
         form=form,
-        model_type=MODEL_TYPES[model.family],
-        parameters=sum(parameter.numel() for parameter in parameters),
-        dtype=" and ".join(sorted(dtypes)),
+        model_type=family_by(model).model_types[0],
+        parameters=total_parameters(model.model_copy(update={"mtp_layers": 0})),
+        dtype=str(dtype).removeprefix("torch."),
         merged_lora=merged_lora,
     )
 
 
-# -- Map weights of megatron-core's GPTModel to those of GPT2LMHeadModel and LlamaForCausalLM ---
-# A rule relates one megatron-core tensor to one or more Hugging Face tensors. megatron-core stores
-# queries, keys and values in one matrix, group by group (transformer/attention.py, SelfAttention.
-# get_query_key_value_tensors): the queries of the heads that share a key, then that key, then its
-# value. A gated MLP stores the gate projection first, then the up projection (mlp.py, `glu`).
-# GPT-2's Conv1D stores matrices transposed.
+# -- Which tensors of transformers' class make which weight of megatron-core's GPTModel ----------
+# A family's table names the tensors of each part (`weights` in hpctrain/spec/families/*.yaml). Here
+# is which part a weight of GPTModel is. megatron-core stores queries, keys and values in one
+# matrix, group by group (transformer/attention.py, SelfAttention.get_query_key_value_tensors): the
+# queries of the heads that share a key, then that key, then its value. A gated MLP stores the gate
+# projection first, then the up projection (mlp.py, `glu`).
 
 
-Tensors = list[Any]
+_OF_MODEL = {
+    "embedding.word_embeddings": "embedding",
+    "embedding.position_embeddings": "positions",
+    "embedding.norm": "embedding_norm",
+    "decoder.final_layernorm": "final_norm",
+    "output_layer": "head",
+}
+_OF_LAYER = {
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.linear_proj": "output",
+    "self_attention.q_layernorm": "query_norm",
+    "self_attention.k_layernorm": "key_norm",
+    "self_attention.core_attention.softmax_offset": "sinks",
+    "self_attention.linear_q_proj": "query",
+    "self_attention.linear_q_down_proj": "query_down",
+    "self_attention.linear_q_up_proj": "query_up",
+    "self_attention.linear_kv_down_proj": "latent_down",
+    "self_attention.linear_kv_up_proj": "latent_up",
+    "self_attention.kv_layernorm": "latent_norm",
+    "self_attn_bda.norm": "attention_output_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1": "gate_up",
+    "mlp.linear_fc2": "down",
+    "mlp_bda.norm": "mlp_output_norm",
+    "mlp.router": "router",
+    "mlp.router.expert_bias": "router_bias",
+    "mlp.experts.local_experts.linear_fc1": "expert_gate_up",
+    "mlp.experts.local_experts.linear_fc2": "expert_down",
+    "mlp.shared_experts.linear_fc1": "shared_gate_up",
+    "mlp.shared_experts.linear_fc2": "shared_down",
+    "mlp.shared_experts.gate_weight": "shared_weight",
+    "enorm": "prediction_embedding_norm",
+    "hnorm": "prediction_hidden_norm",
+    "eh_proj": "prediction_projection",
+    "final_layernorm": "prediction_norm",
+}
+# Layers behind the model (multi-token prediction) have the next numbers in a class.
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
+# Copies of the embedding and the output layer, which published files have for each of them.
+_COPIES = {"prediction_embedding": "embedding", "prediction_head": "head"}
+_EXPERT = re.compile(r"(?<=local_experts)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a Hugging Face directory, or what is of one expert in it."""
+
+    name: str
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """`join` builds the tensor `megatron` from those named `hugging_face`; `split` reverses it."""
+    """`join` builds a weight of megatron-core from the tensors `hugging_face`; `split` reverses
+    it."""
 
-    megatron: str
-    hugging_face: tuple[str, ...]
-    join: Callable[[Tensors], Any] = lambda tensors: tensors[0]
-    split: Callable[[Any], Tensors] = lambda tensor: [tensor]
+    hugging_face: tuple[NamedTensor, ...]
+    join: Callable[[list[Any]], Any]
+    split: Callable[[Any], list[Any]]
 
 
-def rules_of(model: ModelSpec) -> list[WeightRule]:
-    """List one rule for every megatron-core weight of a GPT or Llama model."""
-    rules = [] if model.tied else [WeightRule("output_layer.weight", ("lm_head.weight",))]
-    if model.family == "gpt":
-        rules += [
-            WeightRule("embedding.word_embeddings.weight", ("transformer.wte.weight",)),
-            WeightRule("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
-            *_weight_and_bias("decoder.final_layernorm.", "transformer.ln_f."),
-        ]
+def tensors_of(
+    model: ModelSpec, core: CoreWeights, rules: dict[str, WeightRule]
+) -> dict[str, tuple[tuple[int, ...], list[tuple[str, int]]]]:
+    """List the tensors of a Hugging Face directory: their shapes, and of which weights of
+    megatron-core they are which parts."""
+    found: dict[str, tuple[tuple[int, ...], list[tuple[str, int]]]] = {}
+    for name, rule in rules.items():
+        parts = rule.split(torch.empty(core.weights[name].shape, device="meta"))
+        for number, (piece, part) in enumerate(zip(rule.hugging_face, parts, strict=True)):
+            shape = tuple(part.shape)
+            if piece.expert is not None:
+                assert model.moe is not None, "its weights have experts"
+                shape = (model.moe.experts, *shape)
+            found.setdefault(piece.name, (shape, []))[1].append((name, number))
+    family = family_by(model)
+    for layer in range(model.layers, model.layers + model.mtp_layers):
+        prefix = family.layer_prefix.format(layer=layer)
+        for copy, original in _COPIES.items():
+            name = f"{family.weights[original].name}.weight"
+            found[f"{prefix}{family.weights[copy].name}.weight"] = found[name]
+    return found
+
+
+def rules_of(model: ModelSpec, names: Iterable[str]) -> dict[str, WeightRule]:
+    """List one rule for every weight of megatron-core. Raises InvalidInputError for one that the
+    table of the family has not."""
+    return {name: _rule(model, name) for name in names}
+
+
+def _rule(model: ModelSpec, name: str) -> WeightRule:
+    family = family_by(model)
+    in_layer = _LAYER.fullmatch(name)
+    rest = in_layer[3] if in_layer else name
+    of_expert = _EXPERT.search(rest)
+    expert = int(of_expert[1]) if of_expert else None
+    rest = _EXPERT.sub("", rest)
+    known = _OF_LAYER if in_layer else _OF_MODEL
+    stem, _, end = rest.rpartition(".")
+    is_bias = end == "bias"
+    part = known.get(stem if end in ("weight", "bias") else rest)
+    if part == "query_norm" and model.mla is not None:
+        part = "query_down_norm"
+    prefix = ""
+    if in_layer:
+        behind = model.layers if in_layer[1] == "mtp" else 0
+        prefix = family.layer_prefix.format(layer=int(in_layer[2]) + behind)
+    rows = _rows(family.weights, part)
+    if rows is None:
+        message = f"no tensor of {family.class_name} is known for megatron-core's {name}"
+        raise InvalidInputError([Problem(message)])
+    beside = model.parallel_residual == "two_norms"
+    pieces = tuple(
+        NamedTensor(
+            prefix
+            + ((beside and row.beside) or row.name).format(expert=expert)
+            + row.ends[is_bias],
+            expert if row.of_experts else None,
+        )
+        for row in rows
+    )
+    join, split = _form(model, str(part), rows)
+    turned = rows[0].transposed and not is_bias
+    if turned:
+        return WeightRule(
+            pieces,
+            lambda tensors: join([one.t() for one in tensors]),
+            lambda tensor: [one.t() for one in split(tensor)],
+        )
+    return WeightRule(pieces, join, split)
+
+
+def _rows(weights: dict[str, WeightRow], part: str | None) -> list[WeightRow] | None:
+    """Find the rows of a part, which a class may have as several; None if there are none."""
+    if part in weights:
+        return [weights[part]]
+    if part == "qkv":
+        several = ["query", "key", "value"]
+    elif part is not None and part.endswith("gate_up"):
+        up, gate = part.removesuffix("gate_up") + "up", part.removesuffix("_up")
+        several = [gate, up] if gate in weights else [up]
     else:
-        rules += [
-            WeightRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-            WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-        ]
-    for layer in range(model.layers):
-        core = f"decoder.layers.{layer}."
-        if model.family == "gpt":
-            rules += _gpt2_layer(model, core, f"transformer.h.{layer}.")
-        else:
-            rules += _llama_layer(model, core, f"model.layers.{layer}.")
-    return rules
+        return None
+    return [weights[one] for one in several] if all(one in weights for one in several) else None
 
 
-def _llama_layer(model: ModelSpec, core: str, hf: str) -> list[WeightRule]:
-    attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
-    groups, sizes = _QueryGroups(model), [model.ffn_size] * 2
-    rules = [
-        WeightRule(f"{core}input_layernorm.weight", (f"{hf}input_layernorm.weight",)),
-        WeightRule(f"{core}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",)),
-    ]
-    for kind in ("weight", "bias") if model.bias else ("weight",):
-        parts = tuple(f"{attention}{name}_proj.{kind}" for name in "qkv")
-        halves = (f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
-        rules += [
-            WeightRule(f"{core}self_attention.linear_qkv.{kind}", parts, groups.join, groups.split),
-            WeightRule(f"{core}self_attention.linear_proj.{kind}", (f"{attention}o_proj.{kind}",)),
-            WeightRule(f"{core}mlp.linear_fc1.{kind}", halves, torch.cat, _SplitRows(sizes)),
-            WeightRule(f"{core}mlp.linear_fc2.{kind}", (f"{mlp}down_proj.{kind}",)),
-        ]
-    return rules
+_Form = tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any]]]
 
 
-def _gpt2_layer(model: ModelSpec, core: str, hf: str) -> list[WeightRule]:
-    groups, stacked = _QueryGroups(model), f"{hf}attn.c_attn."
-    return [
-        *_weight_and_bias(f"{core}input_layernorm.", f"{hf}ln_1."),
-        *_weight_and_bias(f"{core}pre_mlp_layernorm.", f"{hf}ln_2."),
-        WeightRule(
-            f"{core}self_attention.linear_qkv.weight",
-            (f"{stacked}weight",),
-            lambda tensors: groups.join(groups.parts(tensors[0].t())),
-            lambda tensor: [torch.cat(groups.split(tensor)).t()],
-        ),
-        WeightRule(
-            f"{core}self_attention.linear_qkv.bias",
-            (f"{stacked}bias",),
+def _form(model: ModelSpec, part: str, rows: list[WeightRow]) -> _Form:
+    """Choose how tensors [rows, columns] are joined and split."""
+    row = rows[0]
+    if part == "qkv" and (len(rows) == 3 or row.stacked):
+        groups = _QueryGroups(model)
+        if len(rows) == 3:
+            return groups.join, groups.split
+        return (
             lambda tensors: groups.join(groups.parts(tensors[0])),
             lambda tensor: [torch.cat(groups.split(tensor))],
-        ),
-        *_transposed(f"{core}self_attention.linear_proj.", f"{hf}attn.c_proj."),
-        *_transposed(f"{core}mlp.linear_fc1.", f"{hf}mlp.c_fc."),
-        *_transposed(f"{core}mlp.linear_fc2.", f"{hf}mlp.c_proj."),
-    ]
-
-
-def _weight_and_bias(core: str, hf: str) -> list[WeightRule]:
-    return [WeightRule(f"{core}{kind}", (f"{hf}{kind}",)) for kind in ("weight", "bias")]
-
-
-def _transposed(core: str, hf: str) -> list[WeightRule]:
-    return [
-        WeightRule(f"{core}weight", (f"{hf}weight",), lambda t: t[0].t(), lambda t: [t.t()]),
-        WeightRule(f"{core}bias", (f"{hf}bias",)),
-    ]
-
-
-@dataclass(frozen=True)
-class _SplitRows:
-    """Splits rows into parts of these sizes."""
-
-    sizes: list[int]
-
-    def __call__(self, tensor: Any) -> Tensors:
-        return list(tensor.split(self.sizes))
+        )
+    if part in ("query_norm", "key_norm") and model.attends.qk_norm == "each_head":
+        return (
+            lambda tensors: tensors[0].flatten(),
+            lambda tensor: [tensor.unflatten(0, (-1, model.head_size))],
+        )
+    if row.alternating:
+        return (
+            lambda tensors: tensors[0].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1),
+            lambda tensor: [tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)],
+        )
+    if len(rows) == 2:
+        return torch.cat, lambda tensor: list(tensor.chunk(2))
+    return lambda tensors: tensors[0], lambda tensor: [tensor]
 
 
 class _QueryGroups:
@@ -219,14 +335,17 @@ class _QueryGroups:
         size, keys = model.head_size, model.key_value_heads
         self._keys = keys
         self._rows_of_group = [model.heads // keys * size, size, size]
-        self.parts = _SplitRows([rows * keys for rows in self._rows_of_group])
 
-    def join(self, parts: Tensors) -> Any:
+    def parts(self, tensor: Any) -> list[Any]:
+        """All queries, then all keys, then all values -> [q, k, v]."""
+        return list(tensor.split([rows * self._keys for rows in self._rows_of_group]))
+
+    def join(self, parts: list[Any]) -> Any:
         """[q, k, v] -> the rows group by group."""
         grouped = [part.unflatten(0, (self._keys, -1)) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
-    def split(self, tensor: Any) -> Tensors:
+    def split(self, tensor: Any) -> list[Any]:
         """The rows group by group -> [q, k, v]."""
         grouped = tensor.unflatten(0, (self._keys, -1))
         return [part.flatten(0, 1) for part in grouped.split(self._rows_of_group, dim=1)]

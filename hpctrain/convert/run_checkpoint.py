@@ -18,7 +18,12 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.foreign import own_name
 from hpctrain.checkpoints.staged import CONFIG_NAME
-from hpctrain.convert.hugging_face_directory import copy_companions, write_model
+from hpctrain.convert.hugging_face_directory import (
+    copy_companions,
+    write_model,
+    write_settings,
+)
+from hpctrain.convert.unfinished import UnfinishedConversion
 from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
@@ -31,8 +36,8 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train.job import read_config
 
 
-def export(checkpoint: Path, target: Path) -> ConversionReport:
-    """Write the model of a published checkpoint to `target`. Raises InvalidInputError."""
+def export(checkpoint: Path, work: UnfinishedConversion) -> ConversionReport:
+    """Write the model of a published checkpoint. Raises InvalidInputError."""
     step = step_of(checkpoint.name)
     if step is None:
         problem = Problem("is not the name of a checkpoint", str(checkpoint))
@@ -50,39 +55,45 @@ def export(checkpoint: Path, target: Path) -> ConversionReport:
     if place is None:
         message = f"checkpoints of engine {config.engine} cannot be converted"
         raise InvalidInputError([Problem(message, str(checkpoint))])
-    return cast(ConversionReport, resolve(place)(config, checkpoint, target))
+    return cast(ConversionReport, resolve(place)(config, checkpoint, work))
 
 
-def export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_megatron(
+    config: MegatronConfig, checkpoint: Path, work: UnfinishedConversion
+) -> ConversionReport:
     """Convert a distributed checkpoint of megatron-core."""
-    from hpctrain.convert import megatron_checkpoint
-    from hpctrain.convert.pretrained_weights import module_of, report_of
+    from hpctrain.convert.megatron_checkpoint import StoredWeights
+    from hpctrain.convert.pretrained_weights import report_of, to_hugging_face
 
     model = config.model
     if reasons := unexportable(model):
         raise InvalidInputError([Problem(reason, str(checkpoint)) for reason in reasons])
-    with megatron_checkpoint.one_rank():
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        chunk = megatron_checkpoint.build(model, dtype)
-        megatron_checkpoint.load(chunk, checkpoint)
-        module = module_of(chunk, model, None)
-    write_model(module, target)
-    _copy_pretrained_companions(config.pretrained, target)
-    return report_of(module, model, checkpoint, "Hugging Face")
+    stored = StoredWeights(checkpoint)
+    write_settings(model, stored.dtype, work.directory)
+    to_hugging_face(model, stored, work)
+    _copy_pretrained_companions(config.pretrained, work.directory)
+    return report_of(model, stored.dtype, checkpoint, "Hugging Face")
 
 
-def export_distributed(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_distributed(
+    config: ModuleConfig, checkpoint: Path, work: UnfinishedConversion
+) -> ConversionReport:
     """Convert a torch.distributed.checkpoint of FSDP or DDP."""
-    return _export_module(config, checkpoint, target, _load_distributed)
+    return _export_module(config, checkpoint, work, _load_distributed)
 
 
-def export_deepspeed(config: DeepSpeedConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_deepspeed(
+    config: DeepSpeedConfig, checkpoint: Path, work: UnfinishedConversion
+) -> ConversionReport:
     """Convert DeepSpeed's files."""
-    return _export_module(config, checkpoint, target, partial(_load_deepspeed, config))
+    return _export_module(config, checkpoint, work, partial(_load_deepspeed, config))
 
 
 def _export_module(
-    config: ModuleConfig, checkpoint: Path, target: Path, load: Callable[[Any, Path], None]
+    config: ModuleConfig,
+    checkpoint: Path,
+    work: UnfinishedConversion,
+    load: Callable[[Any, Path], None],
 ) -> ConversionReport:
     from hpctrain.convert.pretrained_weights import report_of
     from hpctrain.train.engines.models.build import build_module, merge_adapters
@@ -90,10 +101,12 @@ def _export_module(
     module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
     load(module, checkpoint)
     plain = merge_adapters(module)
-    write_model(plain, target)
-    _copy_pretrained_companions(config.model.pretrained, target)
+    write_model(plain, work.directory)
+    _copy_pretrained_companions(config.model.pretrained, work.directory)
     adapted = config.lora is not None
-    return report_of(plain, config.model, checkpoint, "Hugging Face", merged_lora=adapted)
+    report = report_of(config.model, plain.dtype, checkpoint, "Hugging Face", merged_lora=adapted)
+    # a class may have layers of a task that the record does not count
+    return report.model_copy(update={"parameters": sum(one.numel() for one in plain.parameters())})
 
 
 def _load_distributed(module: Any, checkpoint: Path) -> None:

@@ -6,51 +6,51 @@ weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
-from hpctrain.engines.hugging_face import (
-    ACTIVATIONS,
-    Config,
-    Inexpressible,
-    described,
-    family_described,
-    rope_of,
-)
-from hpctrain.engines.megatron import MegatronConfig, megatron_model
-from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
-from hpctrain.spec.model import ModelSpec
+from typing import Any
 
-CONVERTED_FAMILIES = ("gpt", "llama")
+from pydantic import ValidationError
+
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
+from hpctrain.plan.abilities.trainable_megatron import missing_parts
+from hpctrain.spec.families import Config, family_of, read_config
+from hpctrain.spec.families.settings import family_by, unusable
+from hpctrain.spec.model import ModelSpec
 
 
 def unconvertible(config: Config) -> list[str]:
     """List why megatron-core cannot compute the model of a `config.json`; empty if it can."""
-    family = family_described(config)
-    if family not in CONVERTED_FAMILIES:
-        return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
-    found, rope, fields = [], rope_of(config), described(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
-    if not config.get("scale_attn_weights", True):
-        found.append("scale_attn_weights is false: megatron-core always scales")
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if config.get(name):
-            found.append(f"{name} is true, which megatron-core's GPT has not")
-    if fields["activation"] not in ACTIVATIONS:
-        found.append(f"the activation {fields['activation']} is none that hpctrain trains")
-    if isinstance(bias := fields.get("bias"), Inexpressible):
-        found.append(f"biases are {bias}")
+    family = family_of(config)
+    if family is None or not family.weights:
+        return [f"model_type is {config.get('model_type')}, of which no weights are known"]
+    reading = read_config(config, family)
+    found = [f"{name} {why}" for name, why in reading.refused]
+    found += [f"{name} is {value}, which nobody here knows" for name, value in reading.unknown]
+    try:
+        model = shape_described(config)
+    except ValidationError as error:
+        return [*found, *unusable(error, reading.names)]
+    found += [f"{field}: {why}" for field, why in missing_parts(model)]
     return found
 
 
 def shape_described(config: Config) -> ModelSpec:
-    """Build the model of a `config.json` in which `unconvertible` finds nothing."""
-    return ModelSpec.model_validate(described(config))
+    """Build the model of a `config.json`, as long as it can be. Raises ValidationError."""
+    family = family_of(config)
+    assert family is not None, "its type is known"
+    fields = read_config(config, family).fields
+    return ModelSpec.model_validate({"seq": fields.get("max_seq", 2), **fields})
 
 
 def unexportable(model: ModelSpec) -> list[str]:
     """List why no class of Hugging Face computes what megatron-core trains; empty if one does."""
-    weights_alone = model.model_copy(update={"dropout": 0.0})
-    return [message for _, message in unrepresentable_model(weights_alone)]
+    family = family_by(model)
+    if not family.weights:
+        return [f"no weights of {family.title} are known"]
+    alone: dict[str, object] = {"dropout": 0.0}
+    if "prediction_norm" in family.weights:
+        alone["mtp_layers"] = 0  # the class has none, its published files have them
+    return [message for _, message in unrepresentable_model(model.model_copy(update=alone))]
 
 
 def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
@@ -58,8 +58,10 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
 
     `half`: weights in bf16, else fp32.
     """
+    shape: dict[str, Any] = dict(model=model, padded_vocab_size=model.vocab)
     return MegatronConfig.model_construct(
-        **dict(megatron_model(model, model.vocab, "local")),
+        **shape,
+        transformer_impl="local",
         vocab_size=model.vocab,
         seq_length=model.seq,
         precision="bf16" if half else "fp32",

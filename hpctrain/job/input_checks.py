@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import open_staged, require_kind
-from hpctrain.engines.hugging_face import classes_of, disagreements
 from hpctrain.job.datasets import DatasetDescription, describe_dataset
 from hpctrain.records.datasets import (
     COLUMNS,
@@ -33,6 +32,7 @@ from hpctrain.records.datasets import (
     sidecar_path,
 )
 from hpctrain.records.shares import parts_without_documents, parts_without_rows, split_hint
+from hpctrain.spec.families.settings import classes_of, disagreements
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.run import RunSpec
 

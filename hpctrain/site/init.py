@@ -16,13 +16,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import ValidationError
+
 from hpctrain.base.errors import InvalidInputError, Problem, UsageError
 from hpctrain.base.units import short_bytes
-from hpctrain.engines.hugging_face import described, family_described
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
+from hpctrain.spec.families import family_of, read_config
+from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.loader import load_adapter, load_presets
 from hpctrain.spec.model import ModelSpec
@@ -32,6 +35,8 @@ from hpctrain.spec.open_questions import ASK
 TOKENS_PER_PARAMETER = 20
 # Brown et al. 2020 (arXiv 2005.14165), table 2.1: up to so many parameters, tokens of a batch and
 # learning rate.
+# Tokens of a sample that are proposed at most: longer ones are a choice of their own.
+LONGEST_SEQ = 4096
 _GPT3 = (
     (0.2e9, 0.5e6, 6e-4),
     (0.5e9, 0.5e6, 3e-4),
@@ -98,16 +103,25 @@ def _described_model(path: Path) -> Model:
     except (OSError, ValueError) as error:
         problem = Problem(f"cannot be read: {error}", str(path))
         raise InvalidInputError([problem]) from None
-    if not isinstance(config, dict) or family_described(config) is None:
+    family = family_of(config) if isinstance(config, dict) else None
+    if family is None:
         kind = config.get("model_type") if isinstance(config, dict) else None
         message = f"hpctrain does not train models of type {kind}"
         raise InvalidInputError([Problem(message, str(path))])
-    fields = {name: value for name, value in described(config).items() if value is not None}
+    reading = read_config(config, family)
+    longest = reading.fields.get("max_seq")
+    seq = min(LONGEST_SEQ, longest) if isinstance(longest, int) else LONGEST_SEQ
+    try:
+        shape = ModelSpec.model_validate({"seq": seq, **reading.fields})
+    except ValidationError as error:
+        problems = [Problem(one, str(path)) for one in unusable(error, reading.names)]
+        raise InvalidInputError(problems) from None
     with_weights = any(path.parent.glob("*.safetensors"))
-    if with_weights:
-        fields = {"pretrained": str(path.parent), **fields}
-    shape = ModelSpec.model_validate(fields)
-    lines = [f"{name}: {_scalar(value)}" for name, value in fields.items()]
+    lines = [f"pretrained: {_scalar(str(path.parent))}"] if with_weights else []
+    lines.append(f"config: {_scalar(str(path))}")
+    if not shape.reads_images:
+        made_for = "" if longest in (None, seq) else f"  # the model is made for {longest:,}"
+        lines.append(f"seq: {seq}{made_for}")
     text = "\n" + "\n".join(f"  {line}" for line in lines)
     name = "".join(
         char for char in path.absolute().parent.name.lower() if char.isalnum() or char in "-."
@@ -275,7 +289,11 @@ def _default_engine(model: Model) -> str | None:
 
     None where the default engine trains the model.
     """
-    able = [one for one in ENGINES.values() if model.shape.family in one.families]
+    able = [
+        one
+        for one in ENGINES.values()
+        if one.families is None or model.shape.family in one.families
+    ]
     if model.pretrained:
         able = [one for one in able if one.weights == "hugging_face" and one.shards]
     elif any(one.name == DEFAULT_ENGINE for one in able):

@@ -128,6 +128,10 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
+    if _names_a_config(parsed):
+        from hpctrain.spec.families.expand import expand_config
+
+        expand_config(parsed, Path(path).parent)
     return _validated(RunSpec, parsed, _shown_name(path))
 
 
@@ -688,6 +692,11 @@ def load_presets() -> ModelPresets:
 def _names_a_preset(parsed: Parsed) -> bool:
     model = parsed.data.get("model") if isinstance(parsed.data, dict) else None
     return isinstance(model, str) or (isinstance(model, dict) and "preset" in model)
+
+
+def _names_a_config(parsed: Parsed) -> bool:
+    model = parsed.data.get("model") if isinstance(parsed.data, dict) else None
+    return isinstance(model, dict) and model.get("config") is not None
 
 
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:

@@ -1,18 +1,34 @@
-"""The model of a run spec: the shape of a transformer or a ResNet, with presets for each family.
+"""The model of a run spec: the sizes and parts of a transformer, or the shape of a ResNet.
 
-Belongs here: fields, presets, and checks that need only the shape. Does not belong here: parameter
-counts (`hpctrain.plan.model.parameters`), requirements of a layout on the shape, such as heads per
-tp rank (`hpctrain.plan.mesh.rules`).
+This one record is read by planner, trainers and converter. Belongs here: sizes, choices, and checks
+that need only these. Does not belong here: parts with fields of their own (`architecture`), what a
+published family chooses (`families`), parameter counts (`hpctrain.plan.model.parameters`),
+requirements of a layout on the shape, such as heads per tp rank (`hpctrain.plan.mesh.rules`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from hpctrain.spec.document import Document
+from hpctrain.spec.architecture import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    AttentionSpec,
+    LinearSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    MoeSpec,
+    RopeSpec,
+)
+from hpctrain.spec.document import Contradiction, Document
+from hpctrain.spec.families import family_named, family_names
+from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.job_text import SubmitText
 
 # He et al. 2016 (arXiv 1512.03385), table 1: layers -> features of the last stage. Networks of
@@ -20,41 +36,16 @@ from hpctrain.spec.job_text import SubmitText
 RESNET_FEATURES = {18: 512, 34: 512, 50: 2048, 101: 2048, 152: 2048}
 RESNET_STRIDE = 32  # pixels of the image for one position of the last feature map
 
-# Far above any model, and low enough that counting layers and divisors ends at once.
-MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 10_000_000
 MOST_TOKENS, MOST_PIXELS = 1_000_000_000, 65_536
 
-Family = Literal["gpt", "llama", "bert", "distilbert", "vit", "resnet"]
-
-
-class MoeSpec(Document):
-    """Mixture of experts in place of the MLP: every token goes to `top_k` of `experts` MLPs."""
-
-    experts: int = Field(ge=2, le=65_536, description="Routed experts of one layer")
-    top_k: int = Field(ge=1, description="Experts that each token is sent to")
-    ffn: int = Field(ge=8, le=MOST_WIDTH, description="MLP size of one expert")
-    shared_ffn: int = Field(
-        0, ge=0, le=MOST_WIDTH, description="MLP size of the shared experts together"
-    )
-    dense_layers: int = Field(
-        0, ge=0, le=MOST_LAYERS, description="First layers that keep the dense MLP"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(f"top_k {self.top_k} is above experts {self.experts}")
-        return self
-
-
-class MlaSpec(Document):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    q_rank: int | None = Field(None, ge=1, description="Rank of the query projection; absent: full")
-    kv_rank: int = Field(ge=1, description="Rank of the joint key/value projection")
-    nope_dim: int = Field(128, ge=1, description="Head size of query and key without positions")
-    rope_dim: int = Field(64, ge=1, description="Head size that carries the rotary positions")
-    value_dim: int = Field(128, ge=1, description="Head size of the values")
+# Of an MLP; those in GATED have a third matrix, whose product is activated and multiplied.
+Activation = Literal[
+    "gelu", "gelu_tanh", "relu", "squared_relu", "silu", "xielu",
+    "swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_clamped",
+]  # fmt: skip
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_clamped")
+# With weight and bias, with a weight, or with neither.
+Norm = Literal["layernorm", "layernorm_no_bias", "layernorm_no_weights", "rmsnorm"]
 
 
 def _required(schema: dict[str, Any]) -> None:
@@ -70,6 +61,14 @@ def _family(*names: str) -> dict[str, Any]:
     return {"properties": {"family": {"enum": list(names)}}, "required": ["family"]}
 
 
+class LayerKind(NamedTuple):
+    """What one layer is: what mixes tokens, and whether it has a dense MLP, or experts."""
+
+    mixer: Mixer
+    mlp: bool
+    experts: bool
+
+
 class ModelSpec(Document):
     """Shape of a transformer (GPT, Llama, BERT, DistilBERT, ViT) or a ResNet."""
 
@@ -80,7 +79,15 @@ class ModelSpec(Document):
         description="Local Hugging Face directory (config.json, weights) to start from; `$NAME` is "
         "put in where you submit",
     )
-    family: Family = Field("gpt", description="Preset of the choices below")
+    config: dict[str, Any] | None = Field(
+        None,
+        description="The config.json of a published model, by its path (or that of its directory), "
+        "or what stands in it: it gives every field that is not given here",
+    )
+    family: str = Field(
+        "gpt",
+        description="What people call it: a preset of the choices below, see `hpctrain models`",
+    )
     layers: int = Field(
         ge=1,
         le=MOST_LAYERS,
@@ -113,26 +120,83 @@ class ModelSpec(Document):
         le=MOST_TOKENS,
         description="Sequence length in tokens; vit, resnet: follows from `image`",
     )
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"] | None = Field(
+    max_seq: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_TOKENS,
+        description="Positions that the model is made for (max_position_embeddings), learned ones "
+        "included; default: `seq`",
+    )
+    activation: Activation | None = Field(
         None, description="llama: swiglu, others: gelu; OpenAI's GPT-2 has gelu_tanh"
     )
-    norm: Literal["layernorm", "rmsnorm"] | None = Field(
-        None, description="llama: rmsnorm, others: layernorm"
-    )
+    norm: Norm | None = Field(None, description="llama: rmsnorm, others: layernorm")
     norm_epsilon: float = Field(
         1e-5, gt=0, description="Added to the variance in norms; bert, distilbert, vit: 1e-12"
     )
-    positions: Literal["learned", "rope"] | None = Field(
+    norm_place: Literal["before", "after", "both"] = Field(
+        "before",
+        description="Norms before attention and MLP (GPT-2, Llama), behind them (BERT, OLMo 2), or "
+        "both (Gemma 2)",
+    )
+    norm_zero_centered: bool = Field(
+        False, description="A norm multiplies by 1 + its weight (Gemma, Nemotron)"
+    )
+    final_norm: bool = Field(True, description="A norm behind the last layer")
+    parallel_residual: Literal["one_norm", "two_norms"] | None = Field(
+        None, description="Attention and MLP have the same input (GPT-J, Falcon; GPT-NeoX)"
+    )
+    positions: Literal["learned", "rope", "alibi", "none"] | None = Field(
         None, description="llama: rope, others: learned"
     )
-    rope_base: int = Field(10000, ge=1, description="Base of the rotary angles (theta)")
+    position_offset: int = Field(
+        0, ge=0, description="First rows of learned positions that no token has (OPT: 2)"
+    )
+    rope_base: float = Field(10000, ge=1, description="Base of the rotary angles (theta)")
+    rope: RopeSpec | None = Field(None, description="More about rotary positions; absent: plain")
     tied: bool | None = Field(
         None, description="Share input and output embeddings; llama, vit: false, others: true"
     )
-    bias: bool | None = Field(None, description="Bias in linear layers; llama: false, others: true")
+    bias: bool | Literal["qkv", "attention", "mlp"] | None = Field(
+        None,
+        description="Bias in all linear layers of a block, in none, in those of queries, keys and "
+        "values (Qwen2), of attention, or of the MLP (GPT-J); llama: false, others: true",
+    )
+    output_bias: bool = Field(False, description="Bias of the output layer (Phi)")
+    embedding_norm: bool = Field(False, description="A norm behind the embedding (BLOOM, BERT)")
+    embedding_size: int | None = Field(
+        None, ge=8, le=MOST_WIDTH, description="Size of embeddings if not `hidden` (OPT-350m)"
+    )
+    embedding_scale: float = Field(
+        1.0, gt=0, description="Factor of embeddings (Gemma: sqrt(hidden); Granite)"
+    )
+    residual_scale: float = Field(
+        1.0, gt=0, description="Factor of what a block adds (Granite: residual_multiplier)"
+    )
+    logit_scale: float = Field(1.0, gt=0, description="Factor of logits (Granite, Cohere)")
+    logit_soft_cap: float | None = Field(
+        None, gt=0, description="Logits x become cap tanh(x / cap) (Gemma 2)"
+    )
+    bidirectional: bool = Field(
+        False, description="Every token sees all others: an encoder (BERT, ViT)"
+    )
+    segments: int = Field(0, ge=0, description="Embeddings of segments; bert: 2")
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
+    pattern: tuple[Mixer, ...] = Field(
+        (),
+        description="What mixes the tokens of each layer, repeated over the layers, such as "
+        "`[window, full]`; default: `[full]`, with `attention.window` `[window]`",
+    )
+    single_blocks: bool = Field(
+        False, description="A layer is attention, a state space or an MLP alone (Nemotron-H, Mamba)"
+    )
+    attention: AttentionSpec | None = Field(
+        None, description="More about attention: windows, norms of queries and keys; absent: plain"
+    )
     moe: MoeSpec | None = Field(None, description="Mixture of experts; absent: dense MLPs")
     mla: MlaSpec | None = Field(None, description="Multi-head latent attention; absent: MHA or GQA")
+    mamba: MambaSpec | None = Field(None, description="State spaces of `mamba` layers")
+    linear: LinearSpec | None = Field(None, description="Linear attention of `linear` layers")
     mtp_layers: int = Field(
         0, ge=0, le=MOST_LAYERS, description="Multi-token prediction layers behind the model"
     )
@@ -141,15 +205,26 @@ class ModelSpec(Document):
     )
     patch: int = Field(16, ge=1, description="vit: pixels of one side of a patch")
 
+    @field_validator("family")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if family_named(name) is None:
+            names = family_names()
+            hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+            raise Contradiction(("model", "family"), f"no family is called `{name}`", hint)
+        return name
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_family(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        family = str(data.get("family", "gpt"))
-        preset = {**_CHOICES.get(family, {}), **_derived(family, data)}
-        missing = {key: value for key, value in preset.items() if data.get(key) is None}
-        return {**data, **missing}
+        # behind this validator a list is no tuple any more, as it is in JSON
+        data = {name: one if name == "config" else _tuples(one) for name, one in data.items()}
+        known = family_named(str(data.get("family", "gpt")))
+        if known is None:
+            return data
+        return completed(data, {**known.choices, **_derived(known.name, data)})
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
@@ -187,12 +262,58 @@ class ModelSpec(Document):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate projection (three matrices instead of two)."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    @property
+    def attends(self) -> AttentionSpec:
+        """The part `attention`, plain if it is absent."""
+        return self.attention or AttentionSpec()
+
+    @property
+    def rotates(self) -> RopeSpec:
+        """The part `rope`, plain if it is absent."""
+        return self.rope or RopeSpec()
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.bias in (True, "qkv", "attention")
+
+    @property
+    def attention_output_bias(self) -> bool:
+        return self.bias in (True, "attention")
+
+    @property
+    def mlp_bias(self) -> bool:
+        return self.bias in (True, "mlp")
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is; those of a kind are equal objects."""
+        plain: tuple[Mixer, ...] = ("window",) if self.attends.window else ("full",)
+        pattern = self.pattern or plain
+        kinds = []
+        for layer in range(self.layers):
+            mixer = pattern[layer % len(pattern)]
+            experts = self.moe is not None and self.moe.has_experts(layer)
+            if self.single_blocks:
+                kinds.append(LayerKind(mixer, mixer == "mlp", mixer == "moe"))
+            else:
+                kinds.append(LayerKind(mixer, not experts, experts))
+        return tuple(kinds)
+
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of layer `layer` (from 0)."""
+        return self.kinds[layer].mixer
 
     @property
     def causal(self) -> bool:
         """Whether a token attends only to earlier ones: GPT and Llama, but no encoder."""
-        return self.family in ("gpt", "llama")
+        return not self.bidirectional
+
+    @property
+    def reads_masked_text(self) -> bool:
+        """Whether it is an encoder of texts (BERT, RoBERTa, DistilBERT)."""
+        return self.bidirectional and not self.reads_images
 
     @property
     def reads_images(self) -> bool:
@@ -200,26 +321,30 @@ class ModelSpec(Document):
         return self.family in ("vit", "resnet")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether transformer layer `layer` (from 0) has experts in place of its MLP."""
-        return self.moe is not None and layer >= self.moe.dense_layers
+        """Whether layer `layer` (from 0) has experts in place of its MLP."""
+        return self.kinds[layer].experts
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether layer `layer` (from 0) has a dense MLP."""
+        return self.kinds[layer].mlp
 
 
-_PLAIN: dict[str, object] = dict(
-    activation="gelu", norm="layernorm", positions="learned", tied=True, bias=True
-)
-_CHOICES: dict[str, dict[str, object]] = {
-    "gpt": _PLAIN,
-    "llama": dict(
-        activation="swiglu", norm="rmsnorm", positions="rope", tied=False, bias=False
-    ),
-    # Devlin et al. 2018 (arXiv 1810.04805); megatron-core puts the norms in front of the layers
-    "bert": {**_PLAIN, "norm_epsilon": 1e-12},
-    # Sanh et al. 2019 (arXiv 1910.01108): a BERT without segments and pooler
-    "distilbert": {**_PLAIN, "norm_epsilon": 1e-12},
-    # Dosovitskiy et al. 2020 (arXiv 2010.11929)
-    "vit": {**_PLAIN, "tied": False, "norm_epsilon": 1e-12},
-    "resnet": {**_PLAIN, "tied": False},  # to be complete: a ResNet has none of these
-}  # fmt: skip
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def completed(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what `data` lacks from a preset; of a part that both have, field by field."""
+    result = dict(data)
+    for name, value in preset.items():
+        own = result.get(name)
+        if own is None:
+            result[name] = _tuples(value)
+        elif isinstance(own, dict) and isinstance(value, Mapping):
+            result[name] = completed(own, value)
+    return result
 
 
 def _derived(family: str, data: dict[str, object]) -> dict[str, object]:
@@ -250,17 +375,19 @@ def _positions(image: int) -> int:
 def _shape_problems(model: ModelSpec) -> Iterator[str]:
     """Find contradictions within a shape, in the order in which they are worth reporting."""
     moe, mla = model.moe, model.mla
+    if model.max_seq is not None and model.seq > model.max_seq and model.positions == "learned":
+        yield f"seq {model.seq} is longer than the {model.max_seq} learned positions (max_seq)"
     if model.family == "resnet":
         yield from _resnet_problems(model)
     # experts, latent attention and token prediction are for causal language models
     causal_only = {"moe": moe, "mla": mla, "mtp_layers": model.mtp_layers}
     wrong = [name for name, value in causal_only.items() if value]
     if wrong and not model.causal:
-        yield f"{wrong[0]} goes with families gpt and llama, not with {model.family}"
+        yield f"{wrong[0]} goes with causal language models, not with {model.family}"
     if model.classes is not None and model.reads_images:
         yield f"classes of a {model.family} are its `vocab`: remove `classes`"
-    if model.classes is not None and model.family not in ("bert", "distilbert"):
-        yield f"classes goes with families bert and distilbert, not with {model.family}"
+    if model.classes is not None and not model.reads_masked_text:
+        yield f"classes goes with encoders of texts (bert, distilbert), not with {model.family}"
     if mla is None and model.head_dim is None and model.hidden % model.heads:
         yield f"hidden {model.hidden} is not divisible by heads {model.heads}"
     if model.heads % model.key_value_heads:
@@ -270,9 +397,9 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
             f"moe.dense_layers {moe.dense_layers} leaves none of the {model.layers} layers "
             "with experts"
         )
-    if moe is not None and moe.shared_ffn and model.bias:
+    if moe is not None and moe.shared_ffn and model.mlp_bias:
         # megatron/core/transformer/moe/shared_experts.py:46 asserts it
-        yield "moe.shared_ffn needs `bias: false`: shared experts have no biases"
+        yield "moe.shared_ffn needs an MLP without bias: shared experts have none"
     if mla is not None and model.kv_heads is not None:
         yield "mla takes the place of kv_heads: remove one of them"
     if mla is not None and model.head_dim is not None:

@@ -15,18 +15,24 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration, TokenCount
+from hpctrain.spec.architecture import MlaSpec as MlaSpec
+from hpctrain.spec.architecture import MoeSpec as MoeSpec
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
-from hpctrain.spec.engines.abilities import Choices, EngineAbilities, Precision, RecomputeModule
+from hpctrain.spec.engines.abilities import (
+    MEGATRON_CORE,
+    Choices,
+    EngineAbilities,
+    Precision,
+    RecomputeModule,
+)
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.job_text import HINT, JobText, expanded_here, secret_reason
 from hpctrain.spec.model import LoraSpec as LoraSpec
-from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
-from hpctrain.spec.model import MoeSpec as MoeSpec
 from hpctrain.spec.model import Task as Task
 from hpctrain.spec.notify import ChannelSpec as ChannelSpec
 from hpctrain.spec.notify import NotifySpec as NotifySpec
@@ -591,7 +597,8 @@ class RunSpec(Document):
         family = self.model.family
         if self.model.reads_images and self.budget.tokens is not None:
             raise ValueError(f"budget.tokens counts tokens of text: give `steps` for a {family}")
-        if self.model.reads_images and family not in self.engine.abilities.families:
+        able = self.engine.abilities
+        if self.model.reads_images and able.model_classes == MEGATRON_CORE:
             engine = self.engine.name
             raise ValueError(f"engine {engine} trains no {family}: set `engine.name` to `ddp`")
         return self

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.checkpoints.staged import Staged, open_staged, require_kind
-from hpctrain.engines.hugging_face import classes_of, disagreements
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
@@ -32,6 +31,7 @@ from hpctrain.records.datasets import (
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.spec.engines.registry import abilities_of, resolve
+from hpctrain.spec.families.settings import classes_of, disagreements
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.job import Job
 

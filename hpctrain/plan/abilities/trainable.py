@@ -42,7 +42,7 @@ def untrainable_fields(spec: RunSpec) -> Problems:
     """List (dotted path of the field, what the trainer lacks)."""
     engine, family, abilities = spec.engine.name, spec.model.family, spec.engine.abilities
     problems: Problems = []
-    if family not in abilities.families:
+    if abilities.families is not None and family not in abilities.families:
         trained = _joined(abilities.families)
         problems.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
     if spec.precision not in abilities.trained_precisions:

@@ -1,7 +1,7 @@
 """List what hpctrain cannot train with Hugging Face's classes although it can be planned.
 
 Belongs here: one sentence for each choice that a class has no setting for, and what FSDP and DDP
-lack. Does not belong here: the settings (see `hpctrain.engines.hugging_face`), DeepSpeed (see
+lack. Does not belong here: the settings (see `hpctrain.spec.families.settings`), DeepSpeed (see
 `trainable_deepspeed`).
 """
 
@@ -9,52 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.spec.families.settings import differences, family_by
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
-
-# The class that stands for each family, for messages.
-CLASSES = {
-    "gpt": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "bert": "BERT of transformers",
-    "distilbert": "DistilBERT of transformers",
-    "vit": "ViTForImageClassification",
-    "resnet": "ResNetForImageClassification",
-}
-TASKS = {
-    "gpt": ("language_modeling",),
-    "llama": ("language_modeling",),
-    "bert": ("masked_language_modeling", "classification"),
-    "distilbert": ("masked_language_modeling", "classification"),
-    "vit": ("classification",),
-    "resnet": ("classification",),
-}
-# Last names of the linear layers in the blocks of each class, which LoRA can adapt.
-LINEAR_LAYERS: dict[str, tuple[str, ...]] = {
-    "gpt": ("c_attn", "c_fc", "c_proj"),
-    "llama": ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
-    "bert": ("dense", "key", "query", "value"),
-    "distilbert": ("k_lin", "lin1", "lin2", "out_lin", "q_lin", "v_lin"),
-    "vit": ("fc1", "fc2", "k_proj", "o_proj", "q_proj", "v_proj"),
-    "resnet": (),
-}
-# What each class does not let the user choose: field of the model -> the values it supports.
-_FIXED: dict[str, dict[str, tuple[object, ...]]] = {
-    "gpt": dict(norm=("layernorm",), positions=("learned",), bias=(True,)),
-    "llama": dict(
-        norm=("rmsnorm",), positions=("rope",), activation=("swiglu",), dropout=(0.0,)
-    ),
-    "bert": dict(norm=("layernorm",), positions=("learned",), bias=(True,)),
-    "distilbert": dict(
-        norm=("layernorm",),
-        norm_epsilon=(1e-12,),
-        positions=("learned",),
-        activation=("gelu",),
-        bias=(True,),
-    ),
-    "vit": dict(norm=("layernorm",), bias=(True,), tied=(False,)),
-    "resnet": dict(dropout=(0.0,)),
-}  # fmt: skip
 
 
 def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
@@ -64,31 +21,26 @@ def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
 
 def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield those of `unrepresentable` that concern the fields of `model` alone."""
-    family, name = model.family, CLASSES[model.family]
-    for field, values in _FIXED[family].items():
-        if getattr(model, field) not in values:
-            given, only = _yaml(getattr(model, field)), " or ".join(map(_yaml, values))
-            yield f"model.{field}", f"{name} has {field} {only}, not {given}"
-    if model.gated and family not in ("llama", "resnet"):
-        yield "model.activation", f"{name} has no gate: swiglu needs family llama"
-    if family == "llama" and model.hidden % model.heads:
+    family = family_by(model)
+    name = family.class_name
+    for field, ours, theirs in differences(model):
+        has = f"no {field}" if theirs is None else f"{field} {_yaml(theirs)}, not {_yaml(ours)}"
+        yield f"model.{field}", f"{name} has {has}"
+    if family.whole_heads and model.hidden % model.heads:
         # LlamaConfig.validate_architecture, also with head_dim
         yield "model.heads", f"{name} wants hidden {model.hidden} divisible by heads"
-    if family not in ("llama", "resnet") and model.key_value_heads != model.heads:
-        yield "model.kv_heads", f"{name} has as many key/value heads as heads ({model.heads})"
-    if family not in ("llama", "resnet") and model.head_size * model.heads != model.hidden:
-        yield "model.head_dim", f"{name} has head_dim hidden / heads = {model.hidden / model.heads}"
-    for field, value in dict(moe=model.moe, mla=model.mla, mtp_layers=model.mtp_layers).items():
-        if value:
-            yield f"model.{field}", f"{name} has no {field}"
+    if model.dropout and not family.hidden_dropout:
+        yield "model.dropout", f"{name} has dropout 0.0, not {model.dropout}"
+    if model.mtp_layers:
+        yield "model.mtp_layers", f"{name} has no mtp_layers"
 
 
 def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield problems of task, adapters and recomputation with the class of the model."""
     model, task, family = spec.model, spec.learned_task, spec.model.family
-    layers = LINEAR_LAYERS[family]
-    if task not in TASKS[family]:
-        yield "task", f"a {family} learns {' or '.join(TASKS[family])}, not {task}"
+    layers, tasks = family_by(model).linear_names, family_by(model).classes
+    if task not in tasks:
+        yield "task", f"a {family} learns {' or '.join(tasks)}, not {task}"
     elif task == "classification" and not model.reads_images and model.classes is None:
         yield "task", "classification of texts needs `model.classes`, their number"
     elif task != "classification" and model.classes is not None:
@@ -106,7 +58,9 @@ def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 def _yaml(value: object) -> str:
     """Write a value as YAML does."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
 
 
 # -- FSDP and DDP: what holds for every engine that trains these classes ---------------------------

@@ -35,7 +35,7 @@ from hpctrain.plan.model.number_formats import (
     low_row_alignment,
 )
 from hpctrain.plan.request import PlanRequest
-from hpctrain.spec.engines.abilities import MODEL_AXES, Axis
+from hpctrain.spec.engines.abilities import MEGATRON_CORE, MODEL_AXES, Axis
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 Mask = NDArray[np.bool_]
@@ -370,6 +370,21 @@ MODEL_RULES: tuple[Rule, ...] = (
             "parallel attention"
         ),
         field="parallel.cp",
+    ),
+    Rule(
+        # train/engines/megatron/layers.py, HeadsNorm: each rank has the weights of its own heads
+        "norms over heads are split",
+        lambda spec, at: (
+            (spec.model.attends.qk_norm not in ("width", "each_head"))
+            | (spec.engine.abilities.model_classes != MEGATRON_CORE)
+            | (at.tp <= spec.model.key_value_heads)
+        ),
+        lambda request, at: (
+            f"tp {at.tp} leaves ranks without a key head of its own norm "
+            f"(attention.qk_norm: {request.spec.model.attends.qk_norm}): use tp "
+            f"{request.spec.model.key_value_heads} at most"
+        ),
+        field="parallel.tp",
     ),
     Rule(
         # parallel_state.py, default_position_embedding_ranks: gradients of the copy behind the

@@ -10,11 +10,15 @@ parallel size, B global batch, V vocabulary, r rank of LoRA.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hpctrain.plan.documents import Layout
 from hpctrain.plan.model import vision
-from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
+from hpctrain.spec.architecture import LinearSpec, MambaSpec, MlaSpec, MoeSpec
+from hpctrain.spec.families import family_named
+from hpctrain.spec.model import LayerKind, ModelSpec
 from hpctrain.spec.run import RunSpec
 
 # -- Operations of a training step: the convention behind every printed MFU ---------------------
@@ -29,10 +33,47 @@ def attention_weights(model: ModelSpec) -> int:
     """Count weights of the attention of one layer that multiply every token."""
     output = model.heads * model.value_size * model.hidden
     if model.mla is None:
-        return output + model.hidden * (model.heads + 2 * model.key_value_heads) * model.head_size
+        queries = model.heads * (2 if model.attends.gate else 1)
+        return output + model.hidden * (queries + 2 * model.key_value_heads) * model.head_size
     mla = model.mla
     down = model.hidden * (mla.kv_rank + mla.rope_dim + (mla.q_rank or 0))
     return output + down + latent_up_weights(model, mla)
+
+
+def mixer_weights(model: ModelSpec, layer: int) -> int:
+    """Count weights of `layer` that multiply every token, without its MLP."""
+    mixer = model.mixer(layer)
+    if mixer in ("mlp", "moe"):
+        return 0
+    if mixer == "mamba" and model.mamba is not None:
+        mamba = model.mamba
+        return model.hidden * (_mamba_width(mamba) + mamba.inner) + _convolved(mamba) * mamba.conv
+    if mixer == "linear" and model.linear is not None:
+        return _linear_weights(model, model.linear)
+    return attention_weights(model)
+
+
+def _mamba_width(mamba: MambaSpec) -> int:
+    """Count outputs of the first projection: gate, input, B, C and a step for each head."""
+    return 2 * mamba.inner + 2 * mamba.groups * mamba.state + mamba.heads
+
+
+def _convolved(mamba: MambaSpec) -> int:
+    """Count channels of the convolution: input, B and C."""
+    return mamba.inner + 2 * mamba.groups * mamba.state
+
+
+def _linear_weights(model: ModelSpec, linear: LinearSpec) -> int:
+    """Count weights of linear attention that multiply every token, its convolution included.
+
+    Gated DeltaNet: queries, keys, values and gate, two numbers for each head, output. Lightning
+    attention: queries, keys, values, gate, output (modeling_qwen3_next.py, modeling_minimax.py).
+    """
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    weights = model.hidden * (2 * keys + 3 * values)
+    if linear.kind == "gated_delta":
+        weights += model.hidden * 2 * linear.value_heads
+    return weights + (2 * keys + values) * (linear.conv or 0)
 
 
 def latent_up_weights(model: ModelSpec, mla: MlaSpec) -> int:
@@ -45,9 +86,9 @@ def mlp_weights(model: ModelSpec, layer: int) -> int:
     """Count weights of the MLP of `layer` that multiply a token: active experts and router."""
     matrices = (3 if model.gated else 2) * model.hidden
     if model.moe is None or not model.has_experts(layer):
-        return matrices * model.ffn_size
+        return matrices * model.ffn_size if model.has_mlp(layer) else 0
     width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
-    return matrices * width + model.hidden * model.moe.experts
+    return matrices * width + model.hidden * (model.moe.experts + int(model.moe.shared_gate))
 
 
 def linear_parameters(model: ModelSpec) -> int:
@@ -57,17 +98,21 @@ def linear_parameters(model: ModelSpec) -> int:
     (2h x h) and once more the output matrix. BERT has the linear layer before its output matrix;
     what it does once for a sequence (pooler, classes) does not count, nor do the ends of a ViT.
     """
-    attention = attention_weights(model)
-    layers = sum(attention + mlp_weights(model, layer) for layer in range(model.layers))
-    if model.family == "vit":
+    counted = {kind: layer for layer, kind in enumerate(model.kinds)}
+    weights = {
+        kind: mixer_weights(model, layer) + mlp_weights(model, layer)
+        for kind, layer in counted.items()
+    }
+    layers = sum(weights[kind] for kind in model.kinds)
+    if model.reads_images or model.classes is not None:
         return layers
-    if model.classes is not None:
-        return layers
-    output = model.vocab * model.hidden
-    head = model.hidden**2 if model.family in ("bert", "distilbert") else 0
-    last = attention + mlp_weights(model, model.layers - 1)
+    embedded = model.embedding_size or model.hidden
+    output = model.vocab * embedded
+    head = model.hidden**2 if model.reads_masked_text else 0
+    ends = 2 * embedded * model.hidden if model.embedding_size is not None else 0
+    last = mixer_weights(model, model.layers - 1) + mlp_weights(model, model.layers - 1)
     predicted = model.mtp_layers * (last + 2 * model.hidden**2 + output)
-    return layers + output + head + predicted
+    return layers + output + head + ends + predicted
 
 
 def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
@@ -75,12 +120,19 @@ def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
 
     Q K^T and P V are 2 s a d each in the forward pass, so 12 s a d for each layer (6 s a times
     both head sizes where they differ). `causal`: half of that, as nothing is needed above the
-    diagonal; encoders have no diagonal and stay as they are.
+    diagonal, and a window at most; encoders have no diagonal and stay as they are. Layers without
+    a square of tokens (state spaces, linear attention) have none of it.
     """
-    layers = model.layers + model.mtp_layers
     sizes = model.query_key_size + model.value_size
-    square = 2 * FORWARD_AND_BACKWARD * layers * model.heads * sizes * model.seq
-    return square / 2 if causal and model.causal else float(square)
+    halved = causal and model.causal
+    whole = float(model.seq) / (2 if halved else 1)
+    total = 0.0
+    kinds = (*model.kinds, *model.kinds[-1:] * model.mtp_layers)
+    for mixer, count in Counter(kind.mixer for kind in kinds).items():
+        reach = {"window": model.attends.window, "chunk": model.attends.chunk}.get(mixer)
+        if mixer in ("full", "window", "chunk"):
+            total += count * (min(whole, reach) if halved and reach else whole)
+    return 2 * FORWARD_AND_BACKWARD * model.heads * sizes * total
 
 
 def model_flops_per_step(model: ModelSpec, global_batch: int, causal: bool = False) -> float:
@@ -111,11 +163,6 @@ def model_flops_per_step(model: ModelSpec, global_batch: int, causal: bool = Fal
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
 
-# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). The task
-# of predicting if B follows A is left out: no loss without it (Liu et al. 2019, arXiv 1907.11692,
-# section 4.2).
-BERT_SEGMENTS = 2
-
 
 def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
     """Return the rows of the embedding table of the engine: a multiple of `multiple` x tp."""
@@ -134,12 +181,26 @@ def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
     return 1 if ep > 1 else tp
 
 
+# Numbers of a norm for each number that it is over.
+_OF_NORM = {"layernorm": 2, "layernorm_no_bias": 1, "layernorm_no_weights": 0, "rmsnorm": 1}
+# Norms of one layer.
+_BLOCK_NORMS = {"before": 2, "after": 2, "both": 4}
+
+
 def norm_parameters(model: ModelSpec, size: int | None = None) -> int:
     """Count the weight of RMSNorm (h), weight and bias of LayerNorm (2h); replicated over tp.
 
     `size`: what the norm is over, if not the hidden size.
     """
-    return (model.hidden if size is None else size) * (2 if model.norm == "layernorm" else 1)
+    return (model.hidden if size is None else size) * _OF_NORM[model.norm or "layernorm"]
+
+
+def block_norm_parameters(model: ModelSpec) -> int:
+    """Count the norms of one layer, without those of queries and keys."""
+    norms = _BLOCK_NORMS[model.norm_place]
+    if model.single_blocks or model.parallel_residual == "one_norm":
+        norms = 1
+    return norms * norm_parameters(model)
 
 
 def attention_parameters(model: ModelSpec, tp: int) -> int:
@@ -148,14 +209,60 @@ def attention_parameters(model: ModelSpec, tp: int) -> int:
     The bias of a column-parallel layer is split, that of a row-parallel one replicated
     (megatron/core/tensor_parallel/layers.py). With k < t the columns are split all the same
     and gathered in the forward pass (megatron/core/transformer/attention.py:1399), so there are
-    no copies of key/value weights.
+    no copies of key/value weights. A gated output doubles the queries; norms of queries and keys
+    over a head are replicated, sinks split.
     """
     if model.mla is not None:
         return latent_attention_parameters(model, model.mla, tp)
-    qkv = (model.heads + 2 * model.key_value_heads) * model.head_size // tp
+    queries = model.heads * (2 if model.attends.gate else 1)
+    qkv = (queries + 2 * model.key_value_heads) * model.head_size // tp
     projection = model.heads * model.head_size // tp * model.hidden
-    bias = qkv + model.hidden if model.bias else 0
-    return model.hidden * qkv + projection + bias
+    bias = (qkv if model.qkv_bias else 0) + (model.hidden if model.attention_output_bias else 0)
+    sinks = model.heads // tp if model.attends.sinks else 0
+    return model.hidden * qkv + projection + bias + sinks + _qk_norm_parameters(model, tp)
+
+
+def _qk_norm_parameters(model: ModelSpec, tp: int) -> int:
+    """Count the norms of queries and keys of one layer; weights of each head are split."""
+    heads = {
+        "head": 2,
+        "head_turned": 2,
+        "each_head": (model.heads + model.key_value_heads) // tp,
+        "width": (model.heads + model.key_value_heads) // tp,
+    }.get(model.attends.qk_norm or "", 0)
+    return heads * norm_parameters(model, model.head_size)
+
+
+def mixer_parameters(model: ModelSpec, tp: int, layer: int) -> int:
+    """Count what mixes the tokens of one layer: attention, a state space, linear attention."""
+    mixer = model.mixer(layer)
+    if mixer in ("mlp", "moe"):
+        return 0
+    if mixer == "mamba" and model.mamba is not None:
+        return mamba_parameters(model, model.mamba) // tp
+    if mixer == "linear" and model.linear is not None:
+        return linear_attention_parameters(model, model.linear) // tp
+    return attention_parameters(model, tp)
+
+
+def mamba_parameters(model: ModelSpec, mamba: MambaSpec) -> int:
+    """Count a Mamba-2 block: projections, convolution, A, D and step of each head, gated norm.
+
+    transformers, modeling_mamba2.py (Mamba2Mixer).
+    """
+    inner, width, channels = mamba.inner, _mamba_width(mamba), _convolved(mamba)
+    projections = model.hidden * (width + inner)
+    biases = (width + model.hidden if mamba.bias else 0) + (channels if mamba.conv_bias else 0)
+    return projections + biases + channels * mamba.conv + 3 * mamba.heads + inner
+
+
+def linear_attention_parameters(model: ModelSpec, linear: LinearSpec) -> int:
+    """Count linear attention: what multiplies tokens, and A, step and norm of gated DeltaNet, or
+    the norm of lightning attention."""
+    weights = _linear_weights(model, linear)
+    if linear.kind == "gated_delta":
+        return weights + 2 * linear.value_heads + linear.value_dim
+    return weights + linear.value_heads * linear.value_dim
 
 
 def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
@@ -176,7 +283,8 @@ def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
         down += model.hidden * mla.q_rank
         up += mla.q_rank * queries + norm_parameters(model, mla.q_rank)
     output = model.heads * mla.value_dim // tp * model.hidden
-    return down + up + output + (model.hidden if model.bias else 0)
+    biases = mla.kv_rank + mla.rope_dim + (mla.q_rank or 0) if model.bias == "attention" else 0
+    return down + up + output + biases + (model.hidden if model.attention_output_bias else 0)
 
 
 def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
@@ -186,8 +294,9 @@ def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
     """
     width = (model.ffn_size if ffn is None else ffn) // tp
     first = (2 if model.gated else 1) * width
-    bias = first + model.hidden if model.bias else 0
-    return model.hidden * first + width * model.hidden + bias
+    bias = first + model.hidden if model.mlp_bias else 0
+    learned = 2 if model.activation == "xielu" else 0  # arXiv 2411.13010: two slopes
+    return model.hidden * first + width * model.hidden + bias + learned
 
 
 def expert_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = None) -> int:
@@ -207,40 +316,48 @@ def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
     Router: experts x h, and a bias where linear layers have one
     (megatron/core/transformer/moe/router.py:53-61). Shared experts are one MLP split over tp.
     """
-    router = moe.experts * (model.hidden + (1 if model.bias else 0))
-    return router + (mlp_parameters(model, tp, moe.shared_ffn) if moe.shared_ffn else 0)
+    router = moe.experts * (model.hidden + (1 if model.mlp_bias else 0))
+    gate = model.hidden if moe.shared_gate else 0
+    return router + gate + (mlp_parameters(model, tp, moe.shared_ffn) if moe.shared_ffn else 0)
 
 
 def layer_parameters(
     model: ModelSpec, tp: int, ep: int = 1, layer: int | None = None, etp: int | None = None
 ) -> int:
-    """Count one transformer layer: two norms, attention, MLP or experts.
+    """Count one layer: its norms, what mixes tokens, MLP or experts.
 
-    `layer`: which one (0 is the first), where a model has both kinds; default: the last.
+    `layer`: which one (0 is the first), where a model has several kinds; default: the last.
     """
-    parameters = 2 * norm_parameters(model) + attention_parameters(model, tp)
-    if model.moe is None or not model.has_experts(model.layers - 1 if layer is None else layer):
-        return parameters + mlp_parameters(model, tp)
-    shared = router_parameters(model, model.moe, tp)
-    return parameters + shared + expert_parameters(model, tp, ep, etp)
+    layer = model.layers - 1 if layer is None else layer
+    parameters = block_norm_parameters(model) + mixer_parameters(model, tp, layer)
+    if model.moe is not None and model.has_experts(layer):
+        shared = router_parameters(model, model.moe, tp)
+        return parameters + shared + expert_parameters(model, tp, ep, etp)
+    return parameters + (mlp_parameters(model, tp) if model.has_mlp(layer) else 0)
 
 
 def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
     """Count word embeddings split over tp by rows; learned positions (seq x h) replicated.
 
-    BERT has an embedding for each of two segments besides (tokentype_embeddings). A ViT has its
-    patch projection and class token for words, see `vision`.
+    BERT has an embedding for each of two segments besides (tokentype_embeddings; the task of
+    predicting if one follows the other is left out, for there is no loss without it: Liu et al.
+    2019, arXiv 1907.11692, section 4.2). A ViT has its patch projection and class token for words,
+    see `vision`.
     """
     if model.reads_images:
         return vision.stem_parameters(model)
     word_rows = pad_vocab(model.vocab, tp, multiple) // tp
-    return word_rows * model.hidden + _other_embeddings(model)
+    return word_rows * (model.embedding_size or model.hidden) + _other_embeddings(model)
 
 
 def _other_embeddings(model: ModelSpec) -> int:
-    """Count embeddings that are not of words, in rows of h; replicated over tp."""
-    rows = model.seq if model.positions == "learned" else 0
-    return (rows + (BERT_SEGMENTS if model.family == "bert" else 0)) * model.hidden
+    """Count what else is before the layers, replicated over tp: positions, segments, a norm, and
+    both projections of embeddings of another size."""
+    learned = model.positions == "learned"
+    rows = (model.max_seq or model.seq) + model.position_offset if learned else 0
+    norm = norm_parameters(model) if model.embedding_norm else 0
+    projections = 2 * model.hidden * (model.embedding_size or 0)
+    return (rows + model.segments) * model.hidden + norm + projections
 
 
 def output_parameters(
@@ -256,9 +373,11 @@ def output_parameters(
         return vision.head_parameters(model)
     shared = bool(model.tied) and with_embedding
     rows = pad_vocab(model.vocab, tp, multiple) // tp
-    matrix = 0 if shared else rows * model.hidden
+    matrix = 0 if shared else rows * (model.embedding_size or model.hidden)
+    bias = rows if model.output_bias else 0
     heads = encoder_head_parameters(model, rows)
-    return norm_parameters(model) + heads + (0 if model.classes else matrix)
+    norm = norm_parameters(model) if model.final_norm else 0
+    return norm + heads + (0 if model.classes else matrix + bias)
 
 
 def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
@@ -269,7 +388,7 @@ def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
     norm and the output's bias; BERT's are the same (BertForMaskedLM; megatron-core's
     bert_lm_head.py).
     """
-    if model.family not in ("bert", "distilbert"):
+    if not model.reads_masked_text:
         return 0
     linear = model.hidden * model.hidden + model.hidden
     if model.classes is not None:
@@ -290,18 +409,30 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = Non
     return model.mtp_layers * (layer + projection + 3 * norm_parameters(model))
 
 
+def layers_parameters(
+    model: ModelSpec, layers: Iterable[int], tp: int, ep: int = 1, etp: int | None = None
+) -> int:
+    """Count these layers, whatever their kinds; those of a kind have the same."""
+    kinds, total = dict[LayerKind, int](), 0
+    for layer in layers:
+        kind = model.kinds[layer]
+        if kind not in kinds:
+            kinds[kind] = layer_parameters(model, tp, ep, layer, etp)
+        total += kinds[kind]
+    return total
+
+
 def stage_parameters(
     model: ModelSpec,
     layout: Layout,
-    dense: int,
-    with_experts: int,
+    layers: Iterable[int],
     *,
     first: bool,
     last: bool,
     final_norm: bool,
     multiple: int = VOCAB_MULTIPLE,
 ) -> int:
-    """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
+    """Count one pipeline stage: its layers, and the ends of the model on it.
 
     Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
     mtp_process`), tied or not.
@@ -310,13 +441,14 @@ def stage_parameters(
         assert first and last, "a ResNet is planned with data parallelism only"
         return total_parameters(model)
     tp, ep, etp = layout.tp, layout.ep, layout.etp
-    parameters = dense * layer_parameters(model, tp, ep, 0, etp)
-    parameters += with_experts * layer_parameters(model, tp, ep, None, etp)
+    parameters = layers_parameters(model, layers, tp, ep, etp)
     if first or (last and model.mtp_layers):
         parameters += embedding_parameters(model, tp, multiple)
     if last:
         parameters += output_parameters(model, tp, first, multiple)
         parameters += mtp_parameters(model, tp, ep, etp)
+    if not model.final_norm:
+        return parameters
     return parameters + (int(final_norm) - int(last)) * norm_parameters(model)
 
 
@@ -327,11 +459,13 @@ def total_parameters(model: ModelSpec) -> int:
     """
     if model.family == "resnet":
         return vision.resnet_parameters(model)
-    layers = sum(layer_parameters(model, 1, layer=layer) for layer in range(model.layers))
-    if model.family == "vit":
+    layers = layers_parameters(model, range(model.layers), 1)
+    if model.reads_images:
         return layers + vision.stem_parameters(model) + vision.head_parameters(model)
-    tables = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
-    ends = tables + _other_embeddings(model) + norm_parameters(model)
+    tables = 1 if model.tied or model.classes else 2
+    ends = tables * model.vocab * (model.embedding_size or model.hidden) + _other_embeddings(model)
+    ends += norm_parameters(model) if model.final_norm else 0
+    ends += model.vocab if model.output_bias else 0
     ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends
 
@@ -341,14 +475,7 @@ def total_parameters(model: ModelSpec) -> int:
 
 
 # (last name, inputs, outputs) of a linear layer in the blocks
-Layer = tuple[str, int, int]
-
-# Four layers of attention, two of the MLP.
-_ENCODERS = {
-    "bert": ("query", "key", "value", "dense", "dense", "dense"),
-    "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"),
-    "vit": ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"),
-}
+Linear = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -387,37 +514,57 @@ def count_model(spec: RunSpec) -> ModelCounts:
     multiple = VOCAB_MULTIPLE if padded else 1
     if lora is None:
         return ModelCounts(total, total, 0, flops, multiple)
-    widths = [
-        inputs + outputs
-        for name, inputs, outputs in _linear_layers(model)
-        if lora.targets == "all" or name in lora.targets
+    adapters_of = [
+        lora.rank
+        * sum(
+            inputs + outputs
+            for name, inputs, outputs in linear_layers(model, layer)
+            if lora.targets == "all" or name in lora.targets
+        )
+        for layer in range(model.layers)
     ]
-    adapters = lora.rank * sum(widths)
-    trainable = model.layers * adapters
+    trainable = sum(adapters_of)
+    adapters = -(-trainable // model.layers)
     if spec.learned_task == "classification":
         classes = model.vocab if model.reads_images else model.classes or 0
         before = model.hidden * model.hidden + model.hidden if model.family == "distilbert" else 0
         trainable += before + classes * (model.hidden + 1)
     ends = vision.end_multiplications(model) if model.family == "vit" else 0
     frozen = 2 * (linear_parameters(model) * model.seq + ends)
-    added = 6 * model.layers * adapters * model.seq
+    added = 6 * sum(adapters_of) * model.seq
     flops += float((added - frozen) * spec.batch.global_)
-    return ModelCounts(total + model.layers * adapters, trainable, adapters, flops, multiple)
+    return ModelCounts(total + sum(adapters_of), trainable, adapters, flops, multiple)
 
 
-def _linear_layers(model: ModelSpec) -> tuple[Layer, ...]:
+def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
     """List the linear layers of one block by transformers' names; a ResNet has none."""
-    h, f = model.hidden, model.ffn_size
-    queries, keys = model.heads * model.head_size, model.key_value_heads * model.head_size
-    if model.family == "gpt":
-        attention: tuple[Layer, ...] = (("c_attn", h, 3 * h), ("c_proj", h, h))
-        return (*attention, ("c_fc", h, f), ("c_proj", f, h))
-    if model.family == "llama":
-        attention = (("q_proj", h, queries), ("k_proj", h, keys), ("v_proj", h, keys))
-        attention = (*attention, ("o_proj", queries, h))
-        return (*attention, ("gate_proj", h, f), ("up_proj", h, f), ("down_proj", f, h))
-    names = _ENCODERS.get(model.family)
-    if names is None:
-        return ()
-    attention = tuple((name, h, h) for name in names[:4])
-    return (*attention, (names[4], h, f), (names[5], f, h))
+    family = family_named(model.family)
+    h, f, size = model.hidden, model.ffn_size, model.head_size
+    queries, keys = model.heads * size, model.key_value_heads * size
+    sizes = {
+        "query": (h, queries * (2 if model.attends.gate else 1)),
+        "key": (h, keys),
+        "value": (h, keys),
+        "qkv": (h, queries + 2 * keys),
+        "output": (model.heads * model.value_size, h),
+        "gate": (h, f),
+        "up": (h, f),
+        "gate_up": (h, 2 * f),
+        "down": (f, h),
+    }
+    if model.mla is not None:
+        mla, heads = model.mla, model.heads
+        rank = mla.q_rank or h
+        sizes |= {
+            "query": (h, heads * model.query_key_size),
+            "query_down": (h, rank),
+            "query_up": (rank, heads * model.query_key_size),
+            "latent_down": (h, mla.kv_rank + mla.rope_dim),
+            "latent_up": (mla.kv_rank, heads * (mla.nope_dim + mla.value_dim)),
+        }
+        absent = ("query",) if mla.q_rank else ("query_down", "query_up")
+        sizes = {role: both for role, both in sizes.items() if role not in absent}
+    of_mlp = ("gate", "up", "gate_up", "down")
+    for name, role in family.linears if family is not None else ():
+        if role in sizes and (role not in of_mlp or model.has_mlp(layer)):
+            yield (name, *sizes[role])

@@ -4,7 +4,7 @@ Any decoder with the names of Llama's configuration is understood, whether hpctr
 not: dense, mixture of experts, latent attention, sliding windows, quantised weights.
 
 Belongs here: the names in that file. Does not belong here: opening it, what an engine can serve
-(engines say that themselves), the stricter reading for training (`hpctrain.engines.hugging_face`).
+(engines say that themselves), the stricter reading for training (`hpctrain.spec.families`).
 """
 
 from __future__ import annotations

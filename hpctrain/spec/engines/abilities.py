@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from hpctrain.spec.document import Contradiction
-from hpctrain.spec.model import Family, ModelSpec
+from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec
@@ -32,7 +32,7 @@ Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 # changes their type and divides them (_runtime_utils.py).
 GradientAddition = Literal["product", "main", "autograd", "block", "joined"]
 MODEL_AXES: tuple[Axis, ...] = ("tp", "pp", "vpp", "cp", "ep")
-FAMILIES: tuple[Family, ...] = get_args(Family)
+
 # Libraries whose classes the engines train.
 MEGATRON_CORE, TRANSFORMERS = "megatron", "transformers"
 
@@ -146,7 +146,8 @@ class EngineAbilities:
     trained_precisions: tuple[str, ...] = ("bf16", "fp32")
     # library of the trained classes: decides the initial weights and the kept activations
     model_classes: str = TRANSFORMERS
-    families: tuple[Family, ...] = FAMILIES
+    # families that it trains; None: all
+    families: tuple[str, ...] | None = None
     # samples that are packed sequences of tokens
     reads_packed: bool = False
     # kind of directory that `model.pretrained` names (`hpctrain.checkpoints.staged`)

@@ -194,7 +194,6 @@ ABILITIES = EngineAbilities(
     settings={"checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
     wrong_settings=wrong_settings,
     model_classes=MEGATRON_CORE,
-    families=("gpt", "llama"),
     pads_vocab=True,
     splits_experts=True,  # --expert-tensor-parallel-size
     axes=MODEL_AXES,

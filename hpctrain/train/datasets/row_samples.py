@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.hugging_face import classes_of
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.records.datasets import COLUMNS, npz_path, read_samples_sidecar
+from hpctrain.spec.families.settings import classes_of
 from hpctrain.train.datasets.batches import Batch
 from hpctrain.train.datasets.npz_arrays import ArchiveTable, open_archive
 from hpctrain.train.datasets.sample_order import SampleOrder, Share, split_rows

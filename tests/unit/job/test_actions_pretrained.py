@@ -92,4 +92,5 @@ def test_megatron_core_wants_converted_weights(place: Path) -> None:
         (place / "weights" / "gpt2" / name).touch()
     prepared = ready(place, "megatron")
     check_inputs(prepared.spec)
-    assert json.loads(prepared.train.model_dump_json())["pretrained"].startswith(str(place))
+    told = json.loads(prepared.train.model_dump_json())
+    assert told["model"]["pretrained"].startswith(str(place))

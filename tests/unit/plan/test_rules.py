@@ -76,6 +76,11 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         dict(cp=2),
         ["cp 2", "local"],
     ),
+    "norms over heads are split": (
+        dict(model={**GPT_TINY, "kv_heads": 2, "attention": dict(qk_norm="width")}),
+        dict(tp=4),
+        ["tp 4", "qk_norm: width", "tp 2 at most"],
+    ),
     "mtp_layers behind a pipeline": (dict(model=PREDICTING), dict(pp=2), ["mtp_layers", "pp 2"]),
     "widths of low precision are aligned": (
         dict(model={**GPT_TINY, "ffn": 544}, precision="fp8"),

@@ -6,8 +6,8 @@ Belongs here: from MegatronConfig to model chunks. Does not belong here: the opt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -32,8 +33,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.module import Float16Module
@@ -43,12 +42,12 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
-from hpctrain.plan.model.parameters import BERT_SEGMENTS
+from hpctrain.engines.megatron import MegatronConfig, core_fields, position_kind
 from hpctrain.train import software
 from hpctrain.train.data import Microbatch
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.core_versions.supported import current
+from hpctrain.train.engines.megatron.layers import arrange_ends, arranged, scale_rotary
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.option_settings import (
     dispatch_settings,
@@ -87,14 +86,14 @@ def build_bert(
     layers = get_bert_layer_with_transformer_engine_spec() if fused else bert_layer_local_spec
     return BertModel(
         settings,
-        num_tokentypes=BERT_SEGMENTS,
+        num_tokentypes=config.model.segments,
         transformer_layer_spec=layers,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_length,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
+        share_embeddings_and_output_weights=config.model.tied,
+        position_embedding_type=position_kind(config.model),
         add_binary_head=False,
         vp_stage=stage,
     )
@@ -139,11 +138,19 @@ class MaskedTokensStep:
 
 INITIAL_STD = 0.02
 
-_ACTIVATIONS = {
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+# Of an MLP, with or without a gate.
+_ACTIVATIONS: dict[str | None, Any] = {
     "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "geglu_tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "reglu": functional.relu,
     "squared_relu": squared_relu,
+    "silu": functional.silu,
+    "swiglu": functional.silu,
+    "swiglu_clamped": quick_gelu,
 }
 
 
@@ -193,7 +200,7 @@ def build_chunks(config: MegatronConfig, settings: TransformerConfig) -> list[An
     for stage in range(chunks) if chunks else (None,):
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        if config.model_type == "bert":
+        if config.model.reads_masked_text:
             fused = uses_transformer_engine(config)
             models.append(build_bert(config, settings, stage, fused=fused, first=first, last=last))
         else:
@@ -210,40 +217,39 @@ def _build_gpt(
     last: bool,
 ) -> GPTModel:
     """Build one chunk; `stage` is its virtual stage, `first` embeds, `last` has the head."""
-    engine = uses_transformer_engine(config)
+    model, engine = config.model, uses_transformer_engine(config)
+    kinds = dict(normalization=settings.normalization)
     layers: Any
-    if config.num_moe_experts is not None:  # layers differ: one spec for each
-        layers = get_gpt_decoder_block_spec(
-            settings, engine, normalization=config.normalization, vp_stage=stage
-        )
+    if model.moe is not None:  # layers differ: one spec for each
+        layers = get_gpt_decoder_block_spec(settings, engine, vp_stage=stage, **kinds)
+        own = [arranged(layer, settings, engine) for layer in layers.layer_specs]
+        layers = replace(layers, layer_specs=own)
     else:
-        kinds = dict(
-            multi_latent_attention=config.multi_latent_attention, qk_layernorm=settings.qk_layernorm
-        )
-        layers = (
-            get_gpt_layer_with_transformer_engine_spec(**kinds)
-            if engine
-            else get_gpt_layer_local_spec(normalization=config.normalization, **kinds)
-        )
+        [layers, *_] = get_gpt_decoder_layer_specs(settings, engine, **kinds)
+        layers = arranged(layers, settings, engine)
     prediction = None
-    if config.mtp_num_layers is not None:
+    if model.mtp_layers:
         # Like the model's last layer. Not like the chunk's own last layer, as in Megatron-LM: a
         # last chunk may have no layers.
-        specs = get_gpt_decoder_layer_specs(settings, engine, normalization=config.normalization)
-        prediction = get_gpt_mtp_block_spec(settings, specs[-1], engine, vp_stage=stage)
-    return GPTModel(
+        last_layer = get_gpt_decoder_layer_specs(settings, engine, **kinds)[-1]
+        last_layer = arranged(last_layer, settings, engine)
+        prediction = get_gpt_mtp_block_spec(settings, last_layer, engine, vp_stage=stage)
+    chunk = GPTModel(
         settings,
         layers,
         vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.seq_length,
+        max_sequence_length=(model.max_seq or model.seq) + model.position_offset,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
-        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type=position_kind(model),
+        rotary_percent=model.rotates.partial,
+        rotary_base=model.rope_base,
         mtp_block_spec=prediction,
         vp_stage=stage,
     )
+    arrange_ends(chunk, settings)
+    return chunk
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
@@ -265,8 +271,9 @@ def transformer_settings(
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     fused = _fusion_settings(config, not on_cpu() if compiled is None else compiled)
-    activation = _ACTIVATIONS[config.activation]
-    if fused["bias_activation_fusion"] and config.activation == "gelu_tanh":
+    model = config.model
+    activation = _ACTIVATIONS[model.activation]
+    if fused["bias_activation_fusion"] and model.activation == "gelu_tanh":
         # megatron-core selects its fused GELU by `functional.gelu`, and approximates it with tanh
         # (fusions/fused_bias_gelu.py): exactly `gelu_tanh`
         activation = functional.gelu
@@ -276,24 +283,13 @@ def transformer_settings(
     # scaled_init_method_normal; Megatron-LM's 0.02).
     initialisers = dict(
         init_method=noted(INITIAL_STD),
-        output_layer_init_method=noted(INITIAL_STD / math.sqrt(2.0 * config.num_layers)),
+        output_layer_init_method=noted(INITIAL_STD / math.sqrt(2.0 * model.layers)),
         embedding_init_method=noted(INITIAL_STD),
     )
-    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
-    return kind(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        normalization=config.normalization,
-        layernorm_epsilon=config.layernorm_epsilon,
-        add_bias_linear=config.add_bias_linear,
-        gated_linear_unit=config.activation == "swiglu",
+    kind = TransformerConfig if model.mla is None else MLATransformerConfig
+    settings = kind(
+        **core_fields(model),
         activation_func=activation,
-        hidden_dropout=config.dropout,
-        attention_dropout=config.dropout,
         attention_softmax_in_fp32=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -301,7 +297,7 @@ def transformer_settings(
         use_cpu_initialization=on_meta,
         deterministic_mode=config.deterministic_mode,
         # how many words are masked differs from microbatch to microbatch
-        calculate_per_token_loss=config.model_type == "bert",
+        calculate_per_token_loss=config.model.reads_masked_text,
         # Saves memory on GPUs, where NCCL's streams keep an output until it is sent. gloo sends
         # from the tensor's memory: with overlapped transfers the next stage would sometimes
         # receive other data.
@@ -310,61 +306,29 @@ def transformer_settings(
         **_parallel_settings(config),
         **fused,
         **_expert_settings(config),
-        **_latent_settings(config),
         **number_format_settings(config),
         **recompute_settings(config),
         **offload_settings(config),
         **message_settings(config),
         **graph_settings(config),
     )
+    settings.record = model  # what `layers` reads
+    scale_rotary(settings, model)
+    return settings
 
 
 def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return the settings of experts and prediction layers: dropless routing.
+    """Return how experts are split and computed.
 
-    Experts run one after the other without TransformerEngine and as one grouped product with it.
-    megatron-core refuses top-1 routing unless the softmax comes first.
+    They run one after the other without TransformerEngine and as one grouped product with it.
     """
-    predicted = dict(mtp_num_layers=config.mtp_num_layers)
-    if config.num_moe_experts is None:
-        return predicted
-    dense = config.moe_first_dense_layers
-    return predicted | dict(
-        num_moe_experts=config.num_moe_experts,
-        moe_layer_freq=[0] * dense + [1] * (config.num_layers - dense),
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
-        moe_router_topk=config.moe_router_topk,
-        moe_router_pre_softmax=config.moe_router_topk == 1,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=BALANCE_LOSS_WEIGHT,
+    if config.model.moe is None:
+        return {}
+    return dict(
         moe_grouped_gemm=uses_transformer_engine(config),
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_ranks,
         **dispatch_settings(config),
-    )
-
-
-def _latent_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return the settings of multi-head latent attention: norms behind both low-rank projections,
-    and plain rotary positions.
-
-    The norms: DeepSeek-V2, arXiv 2405.04434, section 3.1.2 ("additional RMS Norm layers after
-    the compressed latent vectors").
-    """
-    if not config.multi_latent_attention:
-        return {}
-    return dict(
-        multi_latent_attention=True,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_head_dim=config.qk_head_dim,
-        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
-        v_head_dim=config.v_head_dim,
-        qk_layernorm=True,
-        rope_type="rope",
-        rotary_base=config.rotary_base,
     )
 
 
@@ -382,7 +346,7 @@ def _parallel_settings(config: MegatronConfig) -> dict[str, Any]:
         context_parallel_size=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,
         pipeline_model_parallel_layout=stage_layout(
-            config.pipeline_layer_split, config.mtp_num_layers or 0
+            config.pipeline_layer_split, config.model.mtp_layers
         ),
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -416,14 +380,14 @@ def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
     add their biases themselves (experts.py, TEGroupedMLP). Norms that BERT has outside its layers
     are torch's where Apex is missing, and refuse `persist_layer_norm` (torch_norm.py).
     """
-    fused = uses_transformer_engine(config)
-    rotary = config.position_embedding_type == "rope" and not config.multi_latent_attention
+    model, fused = config.model, uses_transformer_engine(config)
+    rotary = model.positions == "rope" and model.mla is None
     # fused_bias_gelu.py approximates with tanh: not what `gelu` means
-    biased_gelu = config.activation == "gelu_tanh" and config.add_bias_linear
-    biased_experts = fused and config.num_moe_experts is not None and config.add_bias_linear
+    biased_gelu = model.activation == "gelu_tanh" and model.mlp_bias
+    biased_experts = fused and model.moe is not None and model.mlp_bias
     return dict(
         bias_dropout_fusion=compiled and not biased_experts,
-        bias_activation_fusion=compiled and (biased_gelu or config.activation == "swiglu"),
+        bias_activation_fusion=compiled and (biased_gelu or model.activation == "swiglu"),
         gradient_accumulation_fusion=fused and software.apex_wgrad().imported,
         apply_rope_fusion=fused and rotary,
         masked_softmax_fusion=False,
@@ -543,24 +507,51 @@ def load_weights(directory: str, chunks: list[Any]) -> None:
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(chunks)
     }
-    for part in state.values():
-        if _POSITIONS in part:
-            part[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
-    # the second value (what else the checkpoint holds) does not matter; the third is missing there
-    loaded, _, unknown = dist_checkpointing.load(
+    stored = load_tensors_metadata(directory)
+    missing = set()
+    for weights in state.values():
+        if _POSITIONS in weights:
+            weights[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
+        for weight in weights.values():
+            if isinstance(weight, ShardedTensor):
+                weight.key = stored_name(weight.key, stored)
+            missing |= {part.key for part in sharded_parts(weight)} - stored.keys()
+    if missing:
+        message = f"has no weights {', '.join(sorted(missing)[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, directory)])
+    # what else the checkpoint holds does not matter, nor which states of 8 bit scales are missing
+    loaded, _, _ = dist_checkpointing.load(
         state,
         directory,
         strict=StrictHandling.RETURN_ALL,
         **current().load_options(Path(directory)),
     )
-    if missing := sorted(name for name in unknown if not name.endswith("_extra_state")):
-        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
-        raise InvalidInputError([Problem(message, directory)])
     for number, chunk in enumerate(chunks):
         # converted weights have no states of 8 bit scales; TransformerEngine's layers expect some
         different = chunk.load_state_dict(loaded.get(f"model{number}", {}), strict=False)
         keys = (*different.missing_keys, *different.unexpected_keys)
         assert all(key.endswith("_extra_state") for key in keys), different
+
+
+# A norm is a module of its own, or part of TransformerEngine's linear layer behind it. Checkpoints
+# have either name, not always that of the layers that read them: experts, latent attention.
+_NORM_NAMES = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+
+
+def stored_name(name: str, stored: Container[str]) -> str:
+    """Find the name that a checkpoint has for a weight, which may be that of other layers."""
+    others = (
+        name.replace(one, other)
+        for pair in _NORM_NAMES
+        for one, other in (pair, pair[::-1])
+        if one in name
+    )
+    return next((known for known in (name, *others) if known in stored), name)
 
 
 def hide_padding(config: MegatronConfig, chunk: Any) -> None:

@@ -1,7 +1,7 @@
 """Build a module from a `ModuleConfig`: its class, its shape, its first weights, its adapters.
 
-Belongs here: building. Does not belong here: the settings' names (`hpctrain.engines.hugging_face`),
-memory (see `allocation`), distributing a module over GPUs.
+Belongs here: building. Does not belong here: the settings' names (`hpctrain.spec.families`), memory
+(see `allocation`), distributing a module over GPUs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import nn
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
-from hpctrain.engines.hugging_face import fresh_settings, settings_of
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.spec.families import block_classes, text_config
+from hpctrain.spec.families.settings import family_by, fresh_settings, settings_of
 from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.transformers_library import (
@@ -33,13 +34,10 @@ from hpctrain.train.preflight import open_weights
 # -- Find the repeated blocks of a module, which are sharded, recomputed and adapted one by one --
 
 
-# Class names of the repeated blocks in transformers.
-BLOCKS = frozenset({"GPT2Block", "LlamaDecoderLayer", "BertLayer", "TransformerBlock", "ViTLayer"})
-
-
 def blocks_of(module: nn.Module) -> list[Any]:
     """Return the blocks in the order of the forward pass."""
-    return [child for child in module.modules() if type(child).__name__ in BLOCKS]
+    names = block_classes()
+    return [child for child in module.modules() if type(child).__name__ in names]
 
 
 # -- Add LoRA adapters to a model with frozen weights, and merge them again ----------------------
@@ -62,7 +60,9 @@ def add_adapters(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=adapted_layers(module, lora.targets),
+        target_modules=adapted_layers(
+            module, family_by(config.model).linear_names if lora.targets == "all" else lora.targets
+        ),
     )
     with warnings.catch_warnings():
         # GPT-2's layers have transposed matrices, which peft detects and warns about
@@ -74,11 +74,8 @@ def add_adapters(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
     return wrapped
 
 
-def adapted_layers(module: Any, targets: tuple[str, ...] | str) -> list[str]:
-    """Return the full names of linear layers in the blocks whose last name is a target.
-
-    `targets` "all": every linear layer in the blocks.
-    """
+def adapted_layers(module: Any, targets: Collection[str]) -> list[str]:
+    """Return the full names of linear layers in the blocks whose last name is a target."""
     names = {id(layer): name for name, layer in module.named_modules()}
     inside = [
         names[id(layer)]
@@ -86,8 +83,6 @@ def adapted_layers(module: Any, targets: tuple[str, ...] | str) -> list[str]:
         for layer in block.modules()
         if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
     ]
-    if targets == "all":
-        return inside
     return [name for name in inside if name.rpartition(".")[2] in targets]
 
 
@@ -100,26 +95,6 @@ def head_parameters(module: Any) -> list[Any]:
 def merge_adapters(module: Any) -> Any:
     """Return the plain model with its adapters, if any, added to the frozen weights."""
     return module.merge_and_unload() if hasattr(module, "merge_and_unload") else module
-
-
-_CONFIGURATIONS = {
-    "gpt": "GPT2Config",
-    "llama": "LlamaConfig",
-    "bert": "BertConfig",
-    "distilbert": "DistilBertConfig",
-    "vit": "ViTConfig",
-    "resnet": "ResNetConfig",
-}
-_MODELS = {
-    ("gpt", "language_modeling"): "GPT2LMHeadModel",
-    ("llama", "language_modeling"): "LlamaForCausalLM",
-    ("bert", "masked_language_modeling"): "BertForMaskedLM",
-    ("bert", "classification"): "BertForSequenceClassification",
-    ("distilbert", "masked_language_modeling"): "DistilBertForMaskedLM",
-    ("distilbert", "classification"): "DistilBertForSequenceClassification",
-    ("vit", "classification"): "ViTForImageClassification",
-    ("resnet", "classification"): "ResNetForImageClassification",
-}
 
 
 def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool = True) -> Any:
@@ -140,8 +115,9 @@ def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool
 
 def import_classes(config: ModuleConfig) -> None:
     """Import the modules that building this model needs, so that forked ranks share them."""
-    class_named(_CONFIGURATIONS[config.model.family])
-    class_named(_MODELS[config.model.family, config.task])
+    family = family_by(config.model)
+    class_named(family.settings)
+    class_named(family.classes[config.task])
     unset_weights()
     if config.lora is not None:
         import_peft()
@@ -150,10 +126,11 @@ def import_classes(config: ModuleConfig) -> None:
 def starts_whole(config: ModuleConfig) -> bool:
     """Return whether initial weights exist for whole models only.
 
-    Those of `model.pretrained` are read by transformers, and those of older versions come from
-    torch's generator on the CPU.
+    Those of `model.pretrained` are read by transformers, and those of older versions and of state
+    spaces (which copy sums of random numbers) come from torch's generator on the CPU.
     """
-    return config.pretrained is not None or config.initial_weights == "generator"
+    computed = config.model.mamba is not None or config.model.linear is not None
+    return config.pretrained is not None or config.initial_weights == "generator" or computed
 
 
 def build_on_meta(config: ModuleConfig, *, record: bool) -> Any:
@@ -205,15 +182,21 @@ def _class_and_settings(config: ModuleConfig, staged: Staged | None) -> tuple[An
     `scaled_dot_product_attention` selects kernels by device and shape, some of which add up in any
     order in the backward pass.
     """
-    model = config.model
-    settings_class = class_named(_CONFIGURATIONS[model.family])
-    if staged is None:
-        settings = settings_class(**settings_of(model))
-    else:  # the directory's own settings may be more complete than a spec
-        settings = settings_class.from_dict({**staged.config, **fresh_settings(model)})
-    fast = model.family != "resnet" and not config.deterministic_mode
+    model, family = config.model, family_by(config.model)
+    settings = _settings(model, None if staged is None else staged.config)
+    model_class = class_named(family.classes[config.task])
+    fast = getattr(model_class, "_supports_sdpa", False) and not config.deterministic_mode
     settings._attn_implementation = "sdpa" if fast else "eager"
-    return class_named(_MODELS[model.family, config.task]), settings
+    return model_class, settings
+
+
+def _settings(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
+    """Make the settings of a model; those of a directory may be more complete than a spec."""
+    family = family_by(model)
+    settings_class = class_named(family.settings)
+    if config is None:
+        return settings_class(**settings_of(model))
+    return settings_class.from_dict({**text_config(config, family), **fresh_settings(model)})
 
 
 def enable_recomputation(config: ModuleConfig, module: Any) -> None:
@@ -225,13 +208,12 @@ def enable_recomputation(config: ModuleConfig, module: Any) -> None:
 
 def empty_model(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
     """Build a causal language model on the meta device; `config`: its config.json, if any."""
-    settings_class = class_named(_CONFIGURATIONS[model.family])
-    if config is None:
-        settings = settings_class(**settings_of(model))
-    else:
-        settings = settings_class.from_dict(dict(config))
+    family = family_by(model)
+    settings = class_named(family.settings)(**settings_of(model)) if config is None else None
+    if config is not None:
+        settings = class_named(family.settings).from_dict(dict(text_config(config, family)))
     with torch.device("meta"), unset_weights():
-        return class_named(_MODELS[model.family, "language_modeling"])._from_config(settings)
+        return class_named(family.classes["language_modeling"])._from_config(settings)
 
 
 # -- Load a model with the weights of a local Hugging Face directory ----------------------------

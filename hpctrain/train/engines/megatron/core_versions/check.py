@@ -26,7 +26,7 @@ from hpctrain.train.software import LibraryFindings, LibraryProblem
 
 # Documented, or used by Megatron-LM's own programs. An empty name: the module itself.
 _PUBLIC: Mapping[str, tuple[str, ...]] = {
-    "megatron.core.activations": ("squared_relu",),
+    "megatron.core.activations": ("quick_gelu", "squared_relu"),
     "megatron.core.datasets.blended_megatron_dataset_builder": ("BlendedMegatronDatasetBuilder",),
     "megatron.core.datasets.gpt_dataset": ("GPTDataset", "GPTDatasetConfig", "MockGPTDataset"),
     "megatron.core.datasets.indexed_dataset": (
@@ -67,17 +67,18 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
         "DistributedDataParallelConfig",
         "finalize_model_grads",
     ),
+    "megatron.core.extensions.transformer_engine": ("TEColumnParallelLinear", "TENorm"),
+    "megatron.core.fusions.fused_bias_dropout": ("get_bias_dropout_add",),
     "megatron.core.models.bert.bert_layer_specs": (
         "bert_layer_local_spec",
         "get_bert_layer_with_transformer_engine_spec",
     ),
     "megatron.core.models.bert.bert_model": ("BertModel",),
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": ("RotaryEmbedding",),
     "megatron.core.models.gpt": ("GPTModel",),
     "megatron.core.models.gpt.gpt_layer_specs": (
         "get_gpt_decoder_block_spec",
         "get_gpt_decoder_layer_specs",
-        "get_gpt_layer_local_spec",
-        "get_gpt_layer_with_transformer_engine_spec",
         "get_gpt_mtp_block_spec",
     ),
     "megatron.core.num_microbatches_calculator": (
@@ -117,14 +118,26 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
         "destroy_rerun_state_machine",
     ),
     "megatron.core.tensor_parallel": ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"),
+    "megatron.core.tensor_parallel.layers": ("set_tensor_model_parallel_attributes",),
+    "megatron.core.tensor_parallel.mappings": (
+        "copy_to_tensor_model_parallel_region",
+        "reduce_from_tensor_model_parallel_region",
+    ),
     "megatron.core.tokenizers": ("MegatronTokenizer.from_pretrained",),
+    "megatron.core.transformer.attention": ("SelfAttention",),
     "megatron.core.transformer.cuda_graphs": ("TECudaGraphHelper",),
+    "megatron.core.transformer.dot_product_attention": ("DotProductAttention",),
+    "megatron.core.transformer.identity_op": ("IdentityOp",),
     "megatron.core.transformer.module": ("Float16Module",),
     "megatron.core.transformer.moe.moe_utils": ("",),
+    "megatron.core.transformer.spec_utils": ("ModuleSpec",),
+    "megatron.core.transformer.torch_norm": ("WrappedTorchNorm",),
     "megatron.core.transformer.transformer_config": (
         "MLATransformerConfig",
         "TransformerConfig",
     ),
+    "megatron.core.transformer.transformer_layer": ("TransformerLayer",),
+    "megatron.core.transformer.utils": ("make_sharded_tensors_for_checkpoint",),
     "megatron.core.utils": ("get_batch_on_this_cp_rank",),
 }
 
@@ -149,6 +162,7 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
         "DistributedOptimizer.sharded_state_dict",
     ),
     "megatron.core.rerun_state_machine": ("_set_rerun_state_machine",),
+    "megatron.core.tensor_parallel.layers": ("reduce_from_tensor_model_parallel_region",),
     "megatron.core.tensor_parallel.random": (
         "_get_cuda_rng_state",
         "_set_cuda_rng_state",
@@ -156,8 +170,12 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
         "is_graph_safe_cuda_rng_tracker",
     ),
     "megatron.core.transformer.dot_product_attention": ("DotProductAttention.forward",),
-    "megatron.core.transformer.multi_latent_attention": ("TELinear", "build_module"),
+    "megatron.core.transformer.multi_latent_attention": ("Linear", "TELinear"),
     "megatron.core.transformer.torch_norm": ("WrappedTorchNorm.__new__",),
+    "megatron.core.transformer.transformer_layer": (
+        "TransformerLayer._forward_attention",
+        "TransformerLayer._forward_pre_mlp_layernorm",
+    ),
 }
 
 # Attributes that only instances have: module, class, attributes that its `__init__` assigns.
@@ -183,9 +201,19 @@ _ASSIGNED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("grad_data", "numel_unpadded"),
     ),
     (
+        "megatron.core.models.common.embeddings.rotary_pos_embedding",
+        "RotaryEmbedding",
+        ("inv_freq",),
+    ),
+    (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer",
         ("buffers", "gbuf_ranges", "model_param_group_index_map"),
+    ),
+    (
+        "megatron.core.transformer.dot_product_attention",
+        "DotProductAttention",
+        ("hidden_size_per_partition", "num_attention_heads_per_partition", "scale_mask_softmax"),
     ),
 )
 

@@ -1,0 +1,331 @@
+"""What a published family of models is: a file of data for each, read from its `config.json`.
+
+A family says which parts its models have (`choices`), which name of `config.json` is which field of
+`model` (`fields`), and what of that file changes nothing here (`ignored`) or cannot be expressed
+(`fixed`). Belongs here: the form of these files, finding one, and reading a `config.json` by it.
+Does not belong here: what parts are (`hpctrain.spec.architecture`), building a model
+(`hpctrain.train`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pydantic import Field, model_validator
+
+from hpctrain.spec.document import Document
+from hpctrain.spec.families.readers import READERS, given
+
+DIRECTORY = Path(__file__).resolve().parent
+# All files in one, which is read in a hundredth of the time; a test compares the two.
+COMPILED = DIRECTORY / "families.json"
+
+Config = Mapping[str, Any]
+Role = Literal[
+    "query", "key", "value", "qkv", "key_value", "output", "gate", "up", "gate_up", "down",
+    "query_down", "query_up", "latent_down", "latent_up",
+]  # fmt: skip
+
+
+class FieldRow(Document):
+    """Where a field of `model` stands in `config.json`.
+
+    In a file it may be the name alone, or `[name, default]`.
+    """
+
+    name: str = Field(min_length=1, description="Name in config.json; the first one that is there")
+    others: tuple[str, ...] = Field((), description="Other names of the same, older or newer")
+    default: Any = Field(None, description="What transformers takes where it is absent")
+    values: dict[str, Any] = Field({}, description="Their value -> ours, where they differ")
+    times: str | None = Field(None, description="Multiplied by the value of this name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, data: object) -> object:
+        if isinstance(data, str):
+            return {"name": data}
+        if isinstance(data, list):
+            return dict(zip(("name", "default"), data, strict=False))
+        return data
+
+
+class WeightRow(Document):
+    """A weight of the class of transformers, or one of each expert or layer; beside it its bias.
+
+    In a file it may be the name alone.
+    """
+
+    name: str = Field(min_length=1, description="Name without `.weight`; `{expert}`: its number")
+    beside: str | None = Field(
+        None, description="Name where attention and MLP have norms beside each other (Falcon 40B)"
+    )
+    ends: tuple[str, str] = Field((".weight", ".bias"), description="Of the weight and the bias")
+    transposed: bool = Field(False, description="Input x output (GPT-2's Conv1D)")
+    stacked: bool = Field(
+        False, description="Rows of all queries, all keys, all values; else group by group"
+    )
+    alternating: bool = Field(False, description="Rows of gate and up take turns (GPT-OSS)")
+    of_experts: bool = Field(False, description="One tensor for all experts of a layer")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, data: object) -> object:
+        return {"name": data} if isinstance(data, str) else data
+
+
+class Family(Document):
+    """One family. Names of classes are those of transformers."""
+
+    name: str
+    title: str = Field(min_length=2, description="As people call it")
+    like: str | None = Field(None, description="A family whose file this one completes")
+    model_types: tuple[str, ...] = Field((), description="`model_type` of its config.json")
+    section: str | None = Field(None, description="Where the text model stands in config.json")
+    settings: str = Field("", description="Class of the configuration")
+    classes: dict[str, str] = Field({}, description="Task -> class of the model")
+    blocks: tuple[str, ...] = Field((), description="Classes of the repeated blocks")
+    linears: tuple[tuple[str, Role], ...] = Field(
+        (),
+        description="Linear layers of a block, by their last names: what LoRA adapts (of models "
+        "with experts those of attention, for peft takes others for experts)",
+    )
+    layer_prefix: str = Field("", description="Begins the weights of layer `{layer}`")
+    weights: dict[str, WeightRow] = Field(
+        {}, description="Part of the model -> its weight: what `hpctrain convert` reads and writes"
+    )
+    unused_weights: tuple[str, ...] = Field(
+        (), description="Patterns of tensors in published files that are no weights (fnmatch)"
+    )
+    choices: dict[str, Any] = Field({}, description="Fields of `model` that its models have")
+    fields: dict[str, FieldRow] = Field({}, description="Field of `model` -> where it stands")
+    readers: tuple[str, ...] = Field((), description="Functions for what one name cannot say")
+    absent: dict[str, Any] = Field(
+        {}, description="Name that a reader reads -> what transformers takes where it is absent"
+    )
+    dropouts: tuple[str, ...] = Field((), description="Names that take `model.dropout`")
+    hidden_dropout: bool = Field(True, description="Dropout behind attention and MLP, too")
+    whole_heads: bool = Field(
+        False, description="The class wants `hidden` to be a multiple of `heads` in any case"
+    )
+    ignored: tuple[str, ...] = Field((), description="Names that change nothing in training")
+    fixed: dict[str, tuple[Any, ...]] = Field(
+        {}, description="Name -> the values that are trained here; any other is refused"
+    )
+
+    @property
+    def class_name(self) -> str:
+        """The class that stands for the family in messages."""
+        return next(iter(self.classes.values()))
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """Last names of linear layers, sorted."""
+        return tuple(sorted({name for name, _ in self.linears}))
+
+
+def family_names() -> list[str]:
+    """List the families, sorted."""
+    return sorted(_tables())
+
+
+@cache
+def family_named(name: str) -> Family | None:
+    """Find a family by its name; None if there is none."""
+    values = _tables().get(name)
+    return None if values is None else Family.model_validate(values)
+
+
+def family_of(config: Config) -> Family | None:
+    """Find the family of a `config.json`; None for one that is not in the tables."""
+    kind = config.get("model_type")
+    names = (name for name, values in _tables().items() if kind in values.get("model_types", ()))
+    return family_named(next(names, ""))
+
+
+@cache
+def block_classes() -> frozenset[str]:
+    """Names of the classes of repeated blocks of all families."""
+    return frozenset(name for values in _tables().values() for name in values.get("blocks", ()))
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    read: Callable[[str], bytes] = cast(Any, __spec__).loader.get_data  # PEP 302, also from a zip
+    return dict(json.loads(read(str(COMPILED))))
+
+
+def compiled() -> dict[str, dict[str, Any]]:
+    """Return the values of all files, each completed by those that it is like. For `COMPILED`."""
+    from hpctrain.spec.positions import parse_yaml
+
+    files = {
+        path.stem: {"name": path.stem, **parse_yaml(path.read_text(), path.name).data}
+        for path in sorted(DIRECTORY.glob("*.yaml"))
+    }
+
+    def complete(values: dict[str, Any]) -> dict[str, Any]:
+        base = values.get("like")
+        return values if base is None else _joined(complete(files[base]), values)
+
+    whole = {name: complete(values) for name, values in files.items()}
+    for name, values in whole.items():
+        Family.model_validate(values)
+        own = files[name]
+        values["model_types"] = own.get("model_types", [])  # nobody else's
+        values["whole_heads"] = own.get("whole_heads", False)
+    return whole
+
+
+def _joined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Complete `base` by `own`: mappings key by key, what is ignored added, others replaced.
+
+    A key without a value is removed.
+    """
+    result = dict(base)
+    for key, value in own.items():
+        before = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        elif key in ("ignored", "unused_weights"):
+            result[key] = [*(before or ()), *value]
+        elif isinstance(value, dict) and isinstance(before, dict):
+            result[key] = _joined(before, value)
+        else:
+            result[key] = value
+    return result
+
+
+# -- Read a `config.json` ------------------------------------------------------------------------
+
+
+@dataclass
+class Reading:
+    """What a `config.json` says: fields of `model`, and what of it could not be taken.
+
+    `names`: field of `model` -> its name there. `refused`: (name, why). `unknown`: names with a
+    value that nobody here knows; the class of transformers may.
+    """
+
+    family: Family
+    fields: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    unknown: list[tuple[str, Any]] = field(default_factory=list)
+
+
+def text_config(config: Config, family: Family) -> Config:
+    """Return the settings of the text model, which may stand in a section of their own."""
+    section = config.get(family.section) if family.section is not None else None
+    return {**config, **section} if isinstance(section, dict) else config
+
+
+def read_config(config: Config, family: Family) -> Reading:
+    """Read a `config.json` of a family. Values are not checked: `ModelSpec` does that."""
+    text = text_config(config, family)
+    whole = {**_defaults(text, family), **text}
+    reading = Reading(family, {"family": family.name})
+    for path, row in family.fields.items():
+        put(reading.fields, path, _value(whole, row))
+        reading.names[path] = row.name
+    known = {name for row in family.fields.values() for name in (row.name, *row.others, row.times)}
+    known |= {*family.ignored, *family.dropouts, *family.fixed, family.section}
+    for name in family.readers:
+        reader = READERS[name]
+        known.update(reader.names)
+        for path, value in reader.read(whole):
+            put(reading.fields, path, value)
+            reading.names[path] = reader.names[0]
+    for name, allowed in family.fixed.items():
+        if name in text and text[name] not in allowed:
+            only = " or ".join(map(_shown, allowed))
+            reading.refused.append((name, f"is {_shown(text[name])}, trained here is {only}"))
+    for name, value in text.items():
+        if name not in known and given(value) and not name.startswith("_"):
+            reading.unknown.append((name, value))
+    reading.fields = dict(_without_empty(reading.fields))
+    return reading
+
+
+def _defaults(config: Config, family: Family) -> dict[str, Any]:
+    """List what transformers takes for the names that a file leaves out. Absent is not null."""
+    rows = {
+        row.name: row.default
+        for row in family.fields.values()
+        if row.default is not None and not any(name in config for name in row.others)
+    }
+    return {**rows, **family.absent}
+
+
+def _value(config: Config, row: FieldRow) -> Any:
+    found = next((config[name] for name in (row.name, *row.others) if name in config), None)
+    if row.values and isinstance(found, str | bool | int) and str(found) in row.values:
+        found = row.values[str(found)]
+    if row.times is not None and found is not None:
+        factor = config.get(row.times)
+        found = found * factor if isinstance(factor, int) and isinstance(found, int) else None
+    return found
+
+
+def write_config(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Write a `config.json` from the fields of `model`, nested as in a spec.
+
+    What no row and no reader can write stays away: reading the result shows what it is.
+    """
+    config: dict[str, Any] = {}
+    for path, row in family.fields.items():
+        value = value_at(fields, path)
+        # of several names for one value the first one
+        theirs = {_key(ours): name for name, ours in reversed(row.values.items())}
+        if value is None and None not in row.values.values():
+            continue
+        if row.values and isinstance(value, str) and _key(value) not in theirs:
+            continue  # a choice that the class has not
+        named = theirs.get(_key(value), value)
+        config[row.name] = {"True": True, "False": False}.get(named, named)
+    for row in family.fields.values():
+        if row.times is not None and config.get(row.name) and config.get(row.times):
+            config[row.name] //= config[row.times]
+    for name in family.readers:
+        write = READERS[name].write
+        if write is not None:
+            config |= write(fields)
+    return config
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value)
+
+
+def value_at(fields: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of nested fields; None where there is none."""
+    value: Any = fields
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def put(fields: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path of nested fields; None is no value."""
+    if value is None:
+        return
+    *outer, last = path.split(".")
+    for name in outer:
+        fields = fields.setdefault(name, {})
+    fields[last] = value
+
+
+def _without_empty(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Leave out parts of which nothing was read but what says nothing alone."""
+    for name, value in fields.items():
+        if isinstance(value, dict) and not value:
+            continue
+        yield name, value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)

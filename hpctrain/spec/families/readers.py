@@ -1,0 +1,447 @@
+"""Readers of what stands in `config.json` in more than one name, or in a form of its own.
+
+Each yields (field of `model`, value). Belongs here: these few functions. Does not belong here: a
+name that is a field by itself, which is a row of a family's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+Found = Iterator[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`names`: what it reads in `config.json`, the one to name in messages first. `write`: from
+    fields of `model` to names of `config.json`; None: they follow from other names."""
+
+    names: tuple[str, ...]
+    read: Callable[[Config], Found]
+    write: Callable[[Config], dict[str, Any]] | None = None
+
+
+def given(value: Any) -> bool:
+    """Tell whether a value of `config.json` says something: not null, false, or empty."""
+    return value is not None and value is not False and value != [] and value != {}
+
+
+def _rope(config: Config) -> Found:
+    """Rotary positions; transformers 4 had them in two places, 5 has one, by type of layer."""
+    older = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    found = config.get("rope_parameters") or older
+    if not isinstance(found, dict):
+        return
+    if isinstance(found.get("full_attention"), dict):
+        window, found = found.get("sliding_attention") or {}, found["full_attention"]
+        yield "rope.window_base", window.get("rope_theta") if window != found else None
+    elif config.get("rope_local_base_freq") is not None:
+        yield "rope.window_base", config["rope_local_base_freq"]
+    yield "rope_base", found.get("rope_theta") or config.get("rope_theta")
+    partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    yield "rope.partial", partial if partial != 1.0 else None
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind in ("default", None, "none"):
+        return
+    names = {
+        "original_max_position_embeddings": "original_seq",
+        **{name: name for name in _SCALING},
+    }
+    yield "rope.scaling.kind", "longrope" if kind == "su" else kind
+    for theirs, ours in names.items():
+        value = found.get(theirs, config.get(theirs) if ours == "original_seq" else None)
+        yield f"rope.scaling.{ours}", tuple(value) if isinstance(value, list) else value
+
+
+def _write_rope(fields: Config) -> dict[str, Any]:
+    rope = fields.get("rope") or {}
+    scaling = dict(rope.get("scaling") or {})
+    written: dict[str, Any] = {"rope_theta": fields.get("rope_base"), "rope_type": "default"}
+    if rope.get("partial") is not None:
+        written["partial_rotary_factor"] = rope["partial"]
+    if scaling:
+        written["rope_type"] = scaling.pop("kind")
+        written["original_max_position_embeddings"] = scaling.pop("original_seq", None)
+        written |= scaling
+    written = {name: value for name, value in written.items() if value is not None}
+    if rope.get("window_base") is not None:
+        local = {"rope_theta": rope["window_base"], "rope_type": "default"}
+        written = {"full_attention": written, "sliding_attention": local}
+    return {"rope_parameters": written}
+
+
+_SCALING = (
+    *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "attention_factor", "truncate", "short_factor", "long_factor"),
+)
+_MIXERS = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+    "linear_attention": "linear",
+    "mamba": "mamba",
+    "attention": "full",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+
+
+def shortest(pattern: list[Any]) -> tuple[Any, ...]:
+    """Return the shortest part of which a list is made by repeating it (the last time cut)."""
+    for length in range(1, len(pattern)):
+        if all(pattern[n] == pattern[n % length] for n in range(len(pattern))):
+            return tuple(pattern[:length])
+    return tuple(pattern)
+
+
+def _pattern(config: Config) -> Found:
+    """The kinds of layers; where they are alike there is nothing to say."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(kinds, list) and kinds:
+        mixers = [_MIXERS.get(str(kind), str(kind)) for kind in kinds]
+        pattern = shortest(mixers)
+        yield "pattern", pattern if pattern != ("full",) else None
+
+
+def _write_pattern(fields: Config) -> dict[str, Any]:
+    pattern, layers = fields.get("pattern"), fields.get("layers", 0)
+    if not pattern:
+        return {}
+    words = {ours: theirs for theirs, ours in reversed(_MIXERS.items())}
+    return {"layer_types": [words[pattern[n % len(pattern)]] for n in range(layers)]}
+
+
+def _window(config: Config) -> Found:
+    """A window over all layers, over those from `max_window_layers` on, or over a pattern."""
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False or not window:
+        return
+    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+        return
+    if not isinstance(kinds, list) and isinstance(first, int) and isinstance(layers, int):
+        if first >= layers:
+            return
+        if first:
+            yield "pattern", tuple("full" if n < first else "window" for n in range(layers))
+    yield "attention.window", window
+
+
+def _write_window(fields: Config) -> dict[str, Any]:
+    window = (fields.get("attention") or {}).get("window")
+    return {"sliding_window": window, "use_sliding_window": window is not None}
+
+
+def _every(config: Config) -> Found:
+    """Windows by a number: of so many layers the last one sees everything."""
+    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+    if isinstance(every, int) and every > 1 and not config.get("layer_types"):
+        yield "pattern", (*["window"] * (every - 1), "full")
+
+
+def _interval(config: Config) -> Found:
+    """Of so many layers the last one has full attention (Qwen3-Next)."""
+    every = config.get("full_attention_interval")
+    if isinstance(every, int) and every > 1 and not config.get("layer_types"):
+        yield "pattern", (*["linear"] * (every - 1), "full")
+
+
+def _biases(config: Config) -> Found:
+    """Biases of attention and MLP, which have a name each."""
+    attention, mlp = (bool(config.get(name)) for name in ("attention_bias", "mlp_bias"))
+    if attention or mlp:
+        yield "bias", True if attention and mlp else "attention" if attention else "mlp"
+
+
+def _write_biases(fields: Config) -> dict[str, Any]:
+    bias = fields.get("bias")
+    attention, mlp = bias in (True, "attention"), bias in (True, "mlp")
+    return {"attention_bias": attention, "mlp_bias": mlp}
+
+
+def _embedding_root(config: Config) -> Found:
+    """Embeddings are multiplied by the root of their size (GemmaModel.forward)."""
+    hidden = config.get("hidden_size")
+    if isinstance(hidden, int) and hidden > 0:
+        yield "embedding_scale", hidden**0.5
+
+
+def _query_scalar(config: Config) -> Found:
+    """Logits are divided by the root of a number that need not be the head's size (Gemma 2)."""
+    scalar = config.get("query_pre_attn_scalar")
+    if isinstance(scalar, int | float) and scalar > 0:
+        yield "attention.scale", scalar**-0.5
+
+
+def _groups(config: Config) -> Found:
+    """Groups of experts; one group is none."""
+    groups, top = config.get("n_group"), config.get("topk_group")
+    if isinstance(groups, int) and groups > 1:
+        yield "moe.groups", groups
+        yield "moe.top_groups", top
+
+
+def _write_query_scalar(fields: Config) -> dict[str, Any]:
+    scale = (fields.get("attention") or {}).get("scale")
+    return {} if scale is None else {"query_pre_attn_scalar": round(scale**-2, 6)}
+
+
+def _write_groups(fields: Config) -> dict[str, Any]:
+    moe = fields.get("moe") or {}
+    return {"n_group": moe.get("groups", 1), "topk_group": moe.get("top_groups", 1)}
+
+
+def _neox_rope(config: Config) -> Found:
+    """Names of rotary positions in older files of GPT-NeoX."""
+    if "rope_parameters" not in config:
+        yield "rope.partial", config.get("rotary_pct")
+        yield "rope_base", config.get("rotary_emb_base")
+
+
+def _rotary_dim(config: Config) -> Found:
+    """Numbers of a head that are turned (GPT-J)."""
+    turned, hidden, heads = (config.get(name) for name in ("rotary_dim", "n_embd", "n_head"))
+    if all(isinstance(one, int) and one > 0 for one in (turned, hidden, heads)):
+        yield "rope.partial", turned / (hidden // heads)  # type: ignore[operator]
+
+
+def _embedding_size(config: Config) -> Found:
+    """A projection between embeddings and layers, where their sizes differ (OPT-350m)."""
+    size = config.get("word_embed_proj_dim")
+    if size is not None and size != config.get("hidden_size", 768):
+        yield "embedding_size", size
+
+
+def _falcon(config: Config) -> Found:
+    """Which of its architectures a Falcon has (FalconDecoderLayer, FalconAttention)."""
+    newer = bool(config.get("new_decoder_architecture", False))
+    if config.get("alibi"):
+        yield "positions", "alibi"
+    if newer:
+        yield "kv_heads", config.get("num_kv_heads")
+        one = config.get("num_ln_in_parallel_attn") == 1
+        yield "parallel_residual", "one_norm" if one else "two_norms"
+        return
+    if config.get("multi_query", True):
+        yield "kv_heads", 1
+    if config.get("parallel_attn", True):
+        yield "parallel_residual", "one_norm"
+
+
+def _logits_scaling(config: Config) -> Found:
+    """Logits are divided by it (Granite)."""
+    scaling = config.get("logits_scaling")
+    if isinstance(scaling, int | float) and scaling > 0 and scaling != 1:
+        yield "logit_scale", 1 / scaling
+
+
+_LETTERS = {"M": "mamba", "*": "full", "-": "mlp", "E": "moe"}
+
+
+def _hybrid_pattern(config: Config) -> Found:
+    """What each layer is, by a letter (`hybrid_override_pattern`) or a word."""
+    letters, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    mixers: list[str] = []
+    if isinstance(letters, str):
+        mixers = [_LETTERS.get(letter, letter) for letter in letters]
+    elif isinstance(kinds, list):
+        words = {**_MIXERS, "linear_attention": "mamba"}
+        mixers = [words.get(str(kind), str(kind)) for kind in kinds]
+    if mixers:
+        yield "pattern", shortest(mixers)
+        yield "layers", len(mixers)
+
+
+def _write_hybrid_pattern(fields: Config) -> dict[str, Any]:
+    pattern, layers = fields.get("pattern") or ("full",), fields.get("layers", 0)
+    words = {"mamba": "linear_attention", "full": "full_attention"}
+    kinds = [words.get(pattern[n % len(pattern)], pattern[n % len(pattern)]) for n in range(layers)]
+    return {"layers_block_type": kinds}
+
+
+def _write_hybrid_experts(fields: Config) -> dict[str, Any]:
+    moe = fields.get("moe")
+    if moe is None:
+        return {}
+    return {
+        "n_routed_experts": moe["experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "moe_intermediate_size": moe["ffn"],
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": moe["shared_ffn"],
+        "norm_topk_prob": moe["normalize"],
+        "routed_scaling_factor": moe["scale"],
+        **_write_groups(fields),
+    }
+
+
+def _hybrid_experts(config: Config) -> Found:
+    """Experts, if a layer has them: their sizes stand in files of models without, too."""
+    letters, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    if "E" not in str(letters or "") and "moe" not in (kinds or ()):
+        return
+    yield "moe.experts", config.get("n_routed_experts")
+    yield "moe.top_k", config.get("num_experts_per_tok")
+    yield "moe.ffn", config.get("moe_intermediate_size")
+    shared = config.get("n_shared_experts"), config.get("moe_shared_expert_intermediate_size")
+    if all(isinstance(one, int) for one in shared):
+        yield "moe.shared_ffn", shared[0] * shared[1]  # type: ignore[operator]
+    yield "moe.score", "sigmoid"
+    yield "moe.expert_bias", True
+    yield "moe.normalize", config.get("norm_topk_prob")
+    yield "moe.scale", config.get("routed_scaling_factor")
+    yield from _groups(config)
+
+
+def _lightning(config: Config) -> Found:
+    """Lightning attention has the heads of the other layers (MiniMax)."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    size = config.get("head_dim")
+    if size is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        size = hidden // heads
+    yield "linear.key_heads", heads
+    yield "linear.value_heads", heads
+    yield "linear.key_dim", size
+    yield "linear.value_dim", size
+
+
+def _offset_positions(config: Config) -> Found:
+    """Positions begin behind that of the padding token (RobertaEmbeddings)."""
+    rows, padding = config.get("max_position_embeddings", 512), config.get("pad_token_id", 1)
+    if isinstance(rows, int) and isinstance(padding, int):
+        yield "max_seq", rows - padding - 1
+        yield "position_offset", padding + 1
+
+
+def _write_labels(fields: Config) -> dict[str, Any]:
+    return {"num_labels": fields.get("vocab")}
+
+
+def _write_offset_positions(fields: Config) -> dict[str, Any]:
+    return {"max_position_embeddings": fields["max_seq"] + fields["position_offset"]}
+
+
+def _labels(config: Config) -> Found:
+    """Classes of a model that reads images: two, unless labels are named (PretrainedConfig)."""
+    labels = config.get("id2label")
+    named = len(labels) if isinstance(labels, dict) else 2
+    yield "vocab", config.get("num_labels", named)
+
+
+def _no_rope(config: Config) -> Found:
+    """Layers without positions: a list with 0 for them, or every so many (SmolLM3, Llama 4)."""
+    turned, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval")
+    if isinstance(turned, list) and turned:
+        without = shortest([not one for one in turned])
+        yield "rope.without", without if any(without) else None
+    elif isinstance(every, int) and every > 1:
+        yield "rope.without", (*[False] * (every - 1), True)
+
+
+def _write_no_rope(fields: Config) -> dict[str, Any]:
+    without = (fields.get("rope") or {}).get("without")
+    layers = range(fields.get("layers", 0))
+    return {"no_rope_layers": [int(not (without and without[n % len(without)])) for n in layers]}
+
+
+def _no_rope_full(config: Config) -> Found:
+    """Of windowed models, layers that see everything have no positions (Exaone4Attention)."""
+    if not config.get("sliding_window"):
+        return
+    kinds, every = config.get("layer_types"), config.get("sliding_window_pattern")
+    if isinstance(kinds, list):
+        yield "rope.without", shortest([kind == "full_attention" for kind in kinds])
+    elif isinstance(every, int) and every > 1:
+        yield "rope.without", (*[False] * (every - 1), True)
+
+
+# He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
+_BLOCKS = {
+    ("basic", (2, 2, 2, 2)): 18,
+    ("basic", (3, 4, 6, 3)): 34,
+    ("bottleneck", (3, 4, 6, 3)): 50,
+    ("bottleneck", (3, 4, 23, 3)): 101,
+    ("bottleneck", (3, 8, 36, 3)): 152,
+}
+
+
+def _resnet(config: Config) -> Found:
+    """The number of layers; other widths or blocks are no ResNet of the paper."""
+    kind = config.get("layer_type", "bottleneck")
+    wide = 4 if kind == "bottleneck" else 1
+    widths = list(config.get("hidden_sizes", [256, 512, 1024, 2048]))
+    if widths == [64 * 2**stage * wide for stage in range(4)]:
+        yield "layers", _BLOCKS.get((kind, tuple(config.get("depths", (3, 4, 6, 3)))))
+
+
+def _write_resnet(fields: Config) -> dict[str, Any]:
+    """As torchvision does ("v1.5": a bottleneck strides in its 3x3 layer)."""
+    layers = {count: key for key, count in _BLOCKS.items()}
+    kind, depths = layers[fields["layers"]]
+    wide = 4 if kind == "bottleneck" else 1
+    return {
+        "num_channels": 3,
+        "embedding_size": 64,
+        "hidden_sizes": [64 * 2**stage * wide for stage in range(4)],
+        "depths": list(depths),
+        "layer_type": kind,
+        "downsample_in_bottleneck": False,
+        "downsample_in_first_stage": False,
+    }
+
+
+READERS: Mapping[str, Reader] = {
+    "rope": Reader(
+        (
+            *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
+            *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
+        ),
+        _rope,
+        _write_rope,
+    ),
+    "pattern": Reader(("layer_types",), _pattern, _write_pattern),
+    "window": Reader(
+        ("sliding_window", "use_sliding_window", "max_window_layers"), _window, _write_window
+    ),
+    "every": Reader(("sliding_window_pattern", "_sliding_window_pattern"), _every),
+    "interval": Reader(("full_attention_interval",), _interval),
+    "biases": Reader(("attention_bias", "mlp_bias"), _biases, _write_biases),
+    "embedding_root": Reader(("hidden_size",), _embedding_root),
+    "query_scalar": Reader(("query_pre_attn_scalar",), _query_scalar, _write_query_scalar),
+    "groups": Reader(("n_group", "topk_group"), _groups, _write_groups),
+    "neox_rope": Reader(("rotary_pct", "rotary_emb_base"), _neox_rope),
+    "rotary_dim": Reader(("rotary_dim",), _rotary_dim),
+    "embedding_size": Reader(("word_embed_proj_dim",), _embedding_size),
+    "falcon": Reader(
+        (
+            *("num_kv_heads", "multi_query", "parallel_attn", "new_decoder_architecture"),
+            *("num_ln_in_parallel_attn", "alibi"),
+        ),
+        _falcon,
+    ),
+    "logits_scaling": Reader(("logits_scaling",), _logits_scaling),
+    "hybrid_pattern": Reader(
+        ("layers_block_type", "hybrid_override_pattern"), _hybrid_pattern, _write_hybrid_pattern
+    ),
+    "hybrid_experts": Reader(
+        (
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("n_shared_experts", "moe_shared_expert_intermediate_size", "norm_topk_prob"),
+            *("routed_scaling_factor", "n_group", "topk_group", "num_nextn_predict_layers"),
+        ),
+        _hybrid_experts,
+        _write_hybrid_experts,
+    ),
+    "lightning": Reader(("head_dim",), _lightning),
+    "offset_positions": Reader(
+        ("max_position_embeddings", "pad_token_id"), _offset_positions, _write_offset_positions
+    ),
+    "labels": Reader(("id2label", "num_labels"), _labels, _write_labels),
+    "no_rope": Reader(("no_rope_layers", "no_rope_layer_interval"), _no_rope, _write_no_rope),
+    "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
+    "resnet": Reader(("depths", "hidden_sizes", "layer_type"), _resnet, _write_resnet),
+}

@@ -1,0 +1,119 @@
+"""Every family: its config.json is read, built, counted and trained as its class computes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch.utils.flop_counter import FlopCounterMode
+from trial_runs import MODULE_GPT
+
+from hpctrain.engines.train_json import parse_train_config
+from hpctrain.plan.model.parameters import linear_layers, linear_parameters, total_parameters
+from hpctrain.spec.families import Family, family_named, family_names, read_config
+from hpctrain.spec.families.settings import compare, differences, disagreements
+from hpctrain.spec.model import LoraSpec, ModelSpec
+from hpctrain.train.engines.models.build import add_adapters, blocks_of, build_module
+from hpctrain.train.engines.models.tasks import loss_of
+from hpctrain.train.engines.models.transformers_library import class_named
+from tests.engines.test_models_build import batch_of
+
+META = torch.device("meta")
+FILES = sorted((Path(__file__).parents[1] / "families").glob("*.json"))
+# Of what multiplies tokens, other sums than of matrices: scans and convolutions.
+NO_MATRICES = ("mamba2", "nemotron_h", "qwen3_next", "minimax")
+
+
+def config_of(file: Path, **changes: Any) -> Any:
+    content = json.loads(file.read_text())
+    family = family_named(file.stem)
+    assert family is not None
+    fields = read_config(content, family).fields
+    model = {**fields, "config": content, **({} if "image" in fields else {"seq": 16}), **changes}
+    if file.stem == "resnet":
+        del model["seq"]
+        model["image"] = 32
+    task = next(iter(family.classes))
+    sizes = dict(vocab_size=fields["vocab"], seq_length=16)
+    return parse_train_config(json.dumps({**MODULE_GPT, **sizes, "model": model, "task": task}))
+
+
+def model_of(content: dict[str, Any], family: Family) -> ModelSpec:
+    fields = read_config(content, family).fields
+    own = {} if "image" in fields or family.name == "resnet" else {"seq": 16}
+    return ModelSpec.model_validate({**own, **fields})
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_a_file_leaves_out_is_what_its_class_takes(file: Path) -> None:
+    """Each name in turn: absent is not null, and defaults differ from class to class."""
+    content, family = json.loads(file.read_text()), family_named(file.stem)
+    assert family is not None
+    settings_class = class_named(family.settings)
+    compared = 0
+    for name in set(content) - {"model_type"}:
+        left = {key: value for key, value in content.items() if key != name}
+        try:
+            whole = settings_class.from_dict(dict(left)).to_dict()
+            theirs = model_of(json.loads(json.dumps({**left, **whole}, default=str)), family)
+        except (ValueError, TypeError, StrictDataclassError):
+            continue  # the class refuses it, or it is no model
+        assert list(compare(model_of(left, family), theirs)) == [], name
+        compared += 1
+    assert compared > len(content) / 2
+
+
+def test_every_family_has_one() -> None:
+    assert [file.stem for file in FILES] == family_names()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_config_becomes_the_model_that_its_class_computes(file: Path) -> None:
+    config = config_of(file)
+    model = config.model.model_copy(update={"mtp_layers": 0})  # no class has them
+    module = build_module(config, device=torch.device("cpu"))
+    assert sum(one.numel() for one in module.parameters()) == total_parameters(model)
+    assert len(blocks_of(module)) == (0 if file.stem == "resnet" else model.layers)
+    assert list(differences(model)) == [] == disagreements(model, model.config)
+    loss, _ = loss_of(config)(module, batch_of(config))
+    loss.backward()
+    assert loss.isfinite()
+    assert [one for one, p in module.named_parameters() if p.grad is None] == []
+
+
+TEXTS = [file for file in FILES if file.stem not in ("vit", "resnet", *NO_MATRICES)]
+# Its class multiplies the tokens of all experts, and takes those that were not chosen as zeros.
+COUNTED = [file for file in TEXTS if file.stem != "llama4"]
+
+
+@pytest.mark.parametrize("file", COUNTED, ids=lambda file: file.stem)
+def test_operations_are_those_that_torch_counts(file: Path) -> None:
+    """Products of one forward pass in all layers and the output; eager attention over the whole
+    square is counted apart."""
+    config = config_of(file)
+    module = build_module(config, device=torch.device("cpu")).eval()
+    module.config._experts_implementation = "eager"  # products that are counted
+    tokens = torch.randint(99, (1, 16))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(input_ids=tokens)
+    model = config.model.model_copy(update={"mtp_layers": 0})
+    counted = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    products = sum(flops for name, flops in counted.items() if "mm" in name)
+    squares = sum(flops for name, flops in counted.items() if "attention" in name or "bmm" in name)
+    assert products - squares * any("bmm" in name for name in counted) == pytest.approx(
+        2 * 16 * linear_parameters(model), rel=0.005
+    ), counted
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.stem)
+def test_adapters_are_counted(file: Path) -> None:
+    config = config_of(file)
+    module = add_adapters(config, LoraSpec(rank=3), build_module(config, device=META))
+    added = sum(one.numel() for name, one in module.named_parameters() if "lora_" in name)
+    model, layers = config.model, range(config.model.layers)
+    counted = [sum(i + o for _, i, o in linear_layers(model, layer)) for layer in layers]
+    assert added == 3 * sum(counted)
