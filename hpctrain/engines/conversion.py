@@ -28,7 +28,7 @@ def unconvertible(config: Config) -> list[str]:
     try:
         model = shape_described(config)
     except ValidationError as error:
-        return [*found, *unusable(error, reading.names)]
+        return [*found, *unusable(error, reading)]
     if model.rope is not None and model.rope.scaling is not None:
         kind = model.rope.scaling.kind
         found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")

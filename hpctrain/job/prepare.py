@@ -25,7 +25,12 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config
 from hpctrain.engines.training import TrainConfig, speed_check_config
 from hpctrain.job.render.containers import container_problems
-from hpctrain.job.render.environment import SetupFile, environment_of, submit_variables
+from hpctrain.job.render.environment import (
+    SetupFile,
+    environment_of,
+    submit_variables,
+    variable_problems,
+)
 from hpctrain.job.render.evaluation_script import evaluation_problems, evaluation_script
 from hpctrain.job.render.script import (
     TEMPLATE,
@@ -375,12 +380,41 @@ def _holds(learned: SiteLearning, constants: str, uncertainty: Uncertainty | Non
     return learned.memory is None or set(learned.memory.multipliers) == set(memory.multipliers)
 
 
-def refuse_untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> None:
-    """Raise InvalidInputError for fields that hpctrain can plan but not train, each with why."""
-    hint = "`hpctrain plan` can plan it; to submit, change this field"
-    problems = [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
+def refuse_untrainable(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> None:
+    """Raise InvalidInputError for fields that hpctrain can plan but not train here, each with why.
+
+    That is what the engine lacks, and what jobs of the site do not take.
+    """
+    problems = _unsubmittable(spec, untrainable_fields(spec.document))
+    problems += untaken(spec, profile)
     if problems:
         raise InvalidInputError(problems)
+
+
+def untaken(
+    spec: Loaded[RunSpec] | Loaded[TrainerRunSpec], profile: Loaded[ClusterProfile]
+) -> list[Problem]:
+    """List what containers of the site lack, and variables that a job does not take."""
+    document, site = spec.document, profile.document
+    lacking = [
+        spec.problem(path, f"`{path}`: {text}", hint)
+        for path, text, hint in container_problems(document, site)
+    ]
+    return lacking + [
+        (spec if of_spec else profile).problem(field, message, "remove it")
+        for of_spec, field, message in variable_problems(document.environment, site)
+    ]
+
+
+def refuse_untrainable_layout(spec: Loaded[RunSpec], plan: Plan) -> None:
+    """Raise InvalidInputError for axes of a plan that the engine does not train."""
+    if problems := _unsubmittable(spec, untrainable_layout(plan)):
+        raise InvalidInputError(problems)
+
+
+def _unsubmittable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> list[Problem]:
+    hint = "`hpctrain plan` can plan it; to submit, change this field"
+    return [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
 
 
 def prepare(
@@ -412,18 +446,10 @@ def _prepared(
     from hpctrain.plan.request import PlanRequest
 
     document, site = loaded_spec.document, loaded_profile.document
-    refuse_untrainable(loaded_spec, untrainable_fields(document))
-    impossible = container_problems(document, site)
-    if impossible:
-        raise InvalidInputError(
-            [
-                loaded_spec.problem(path, f"`{path}`: {text}", hint)
-                for path, text, hint in impossible
-            ]
-        )
+    refuse_untrainable(loaded_spec, loaded_profile)
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
-    refuse_untrainable(loaded_spec, untrainable_layout(plan))
+    refuse_untrainable_layout(loaded_spec, plan)
     templates = template_directory or site_templates(loaded_profile)
     template_sha256 = None if templates is None else templates_digest(templates)
     loaded_profile = digested_with(loaded_profile, template_sha256)

@@ -10,24 +10,19 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from pydantic import ValidationError
-
-from hpctrain.base.errors import InvalidInputError, Problem, UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.base.units import short_bytes
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
-from hpctrain.spec.families import family_of, read_config
-from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.fields import did_you_mean
-from hpctrain.spec.loader import load_adapter, load_presets
+from hpctrain.spec.loader import load_adapter, load_model, load_presets
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.open_questions import ASK
 
@@ -98,24 +93,8 @@ def named_model(name: str) -> Model:
 
 
 def _described_model(path: Path) -> Model:
-    try:
-        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problem = Problem(f"cannot be read: {error}", str(path))
-        raise InvalidInputError([problem]) from None
-    family = family_of(config) if isinstance(config, dict) else None
-    if family is None:
-        kind = config.get("model_type") if isinstance(config, dict) else None
-        message = f"hpctrain does not train models of type {kind}"
-        raise InvalidInputError([Problem(message, str(path))])
-    reading = read_config(config, family)
-    longest = reading.fields.get("max_seq")
-    seq = min(LONGEST_SEQ, longest) if isinstance(longest, int) else LONGEST_SEQ
-    try:
-        shape = ModelSpec.model_validate({"seq": seq, **reading.fields})
-    except ValidationError as error:
-        problems = [Problem(one, str(path)) for one in unusable(error, reading.names)]
-        raise InvalidInputError(problems) from None
+    shape = load_model(path, LONGEST_SEQ)
+    longest, seq = shape.max_seq, shape.seq
     with_weights = any(path.parent.glob("*.safetensors"))
     lines = [f"pretrained: {_scalar(str(path.parent))}"] if with_weights else []
     lines.append(f"config: {_scalar(str(path))}")

@@ -311,6 +311,12 @@ class ModelSpec(Document):
         return not self.has_experts(layer)
 
 
+class ModelAlone(Document):
+    """The section `model` of a spec without the others, as a config.json makes one."""
+
+    model: ModelSpec
+
+
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tuples(one) for name, one in value.items()}

@@ -20,6 +20,8 @@ from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.families.readers import READERS, given
+from hpctrain.spec.fields import did_you_mean
+from hpctrain.spec.positions import shorten
 
 DIRECTORY = Path(__file__).resolve().parent
 # All files in one, which is read in a hundredth of the time; a test compares the two.
@@ -113,6 +115,18 @@ def family_of(config: Config) -> Family | None:
     return family_named(next(names, ""))
 
 
+def unknown_type(config: Config) -> tuple[str, str | None]:
+    """Say that a `config.json` is of no family, with a hint."""
+    kind = config.get("model_type")
+    if kind is None:
+        return "this is no config.json: it has no `model_type`", None
+    types = [one for values in _tables().values() for one in values.get("model_types", ())]
+    hint = did_you_mean(kind, types) if isinstance(kind, str) else None
+    known = "give the fields of `model` yourself: `hpctrain explain model`"
+    shown = _shown(kind)
+    return f"`model_type`: hpctrain does not know models of type {shown}", hint or known
+
+
 @cache
 def block_classes() -> frozenset[str]:
     """Names of the classes of repeated blocks of all families."""
@@ -195,16 +209,27 @@ def read_config(config: Config, family: Family) -> Reading:
     text = text_config(config, family)
     reading = Reading(family, {"family": family.name})
     for path, row in family.fields.items():
-        put(reading.fields, path, _value(text, row))
-        reading.names[path] = row.name
+        name = next((name for name in (row.name, *row.others) if name in text), row.name)
+        value = _value(text, row)
+        if row.values and isinstance(text.get(name), str) and text[name] not in row.values:
+            known = " or ".join(map(_shown, row.values))
+            reading.refused.append((name, f"is {_shown(text[name])}, known here is {known}"))
+            value = None
+        put(reading.fields, path, value)
+        reading.names[path] = name
     known = {name for row in family.fields.values() for name in (row.name, *row.others, row.times)}
     known |= {*family.ignored, *family.dropouts, *family.fixed, family.section}
     for name in family.readers:
         reader = READERS[name]
         known.update(reader.names)
-        for path, value in reader.read(text):
-            put(reading.fields, path, value)
-            reading.names[path] = reader.names[0]
+        there = next((name for name in reader.names if name in text), reader.names[0])
+        try:
+            for path, value in reader.read(text):
+                put(reading.fields, path, value)
+                reading.names[path] = there
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
+            # a value of another type than in any file that transformers writes
+            reading.refused.append((there, f"is {_shown(text.get(there))}, and cannot be read"))
     for name, allowed in family.fixed.items():
         if name in text and text[name] not in allowed:
             only = " or ".join(map(_shown, allowed))
@@ -283,4 +308,4 @@ def _without_empty(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value)
+    return shorten(json.dumps(value))

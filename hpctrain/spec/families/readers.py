@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.spec.architecture import MOST_LAYERS
+
 Config = Mapping[str, Any]
 Found = Iterator[tuple[str, Any]]
 
@@ -91,11 +93,23 @@ _MIXERS = {
 
 
 def shortest(pattern: list[Any]) -> tuple[Any, ...]:
-    """Return the shortest part of which a list is made by repeating it (the last time cut)."""
-    for length in range(1, len(pattern)):
-        if all(pattern[n] == pattern[n % length] for n in range(len(pattern))):
-            return tuple(pattern[:length])
-    return tuple(pattern)
+    """Return the shortest part of which a list is made by repeating it (the last time cut).
+
+    What is left is the longest beginning that the list also ends with (Knuth, Morris and Pratt).
+    """
+    ends = [0] * len(pattern)
+    for n in range(1, len(pattern)):
+        length = ends[n - 1]
+        while length and pattern[n] != pattern[length]:
+            length = ends[length - 1]
+        ends[n] = length + (pattern[n] == pattern[length])
+    return tuple(pattern[: len(pattern) - ends[-1]]) if pattern else ()
+
+
+def _counted(value: Any) -> int:
+    """Return a number of layers; 0 for what is none, or more than a model has."""
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_count and 0 < value <= MOST_LAYERS else 0
 
 
 def _pattern(config: Config) -> Found:
@@ -120,11 +134,11 @@ def _window(config: Config) -> Found:
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False or not window:
         return
-    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    first, layers = config.get("max_window_layers"), _counted(config.get("num_hidden_layers"))
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return
-    if not isinstance(kinds, list) and isinstance(first, int) and isinstance(layers, int):
+    if not isinstance(kinds, list) and isinstance(first, int) and layers:
         if first >= layers:
             return
         if first:
@@ -140,14 +154,14 @@ def _write_window(fields: Config) -> dict[str, Any]:
 def _every(config: Config) -> Found:
     """Windows by a number: of so many layers the last one sees everything."""
     every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
-    if isinstance(every, int) and every > 1 and not config.get("layer_types"):
+    if (every := _counted(every)) > 1 and not config.get("layer_types"):
         yield "pattern", (*["window"] * (every - 1), "full")
 
 
 def _interval(config: Config) -> Found:
     """Of so many layers the last one has full attention (Qwen3-Next)."""
-    every = config.get("full_attention_interval")
-    if isinstance(every, int) and every > 1 and not config.get("layer_types"):
+    every = _counted(config.get("full_attention_interval"))
+    if every > 1 and not config.get("layer_types"):
         yield "pattern", (*["linear"] * (every - 1), "full")
 
 
@@ -335,11 +349,11 @@ def _labels(config: Config) -> Found:
 
 def _no_rope(config: Config) -> Found:
     """Layers without positions: a list with 0 for them, or every so many (SmolLM3, Llama 4)."""
-    turned, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval")
+    turned, every = config.get("no_rope_layers"), _counted(config.get("no_rope_layer_interval"))
     if isinstance(turned, list) and turned:
         without = shortest([not one for one in turned])
         yield "rope.without", without if any(without) else None
-    elif isinstance(every, int) and every > 1:
+    elif every > 1:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
@@ -356,8 +370,8 @@ def _no_rope_full(config: Config) -> Found:
     kinds, every = config.get("layer_types"), config.get("sliding_window_pattern")
     if isinstance(kinds, list):
         yield "rope.without", shortest([kind == "full_attention" for kind in kinds])
-    elif isinstance(every, int) and every > 1:
-        yield "rope.without", (*[False] * (every - 1), True)
+    elif _counted(every) > 1:
+        yield "rope.without", (*[False] * (_counted(every) - 1), True)
 
 
 # He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
