@@ -250,6 +250,21 @@ class ModelSpec(Document):
         """Head size of values and of the output of attention."""
         return self.mla.value_dim if self.mla else self.head_size
 
+    def takes_fused_attention(self, *, pads: bool = False) -> bool:
+        """Whether kernels that keep no scores in memory take its heads.
+
+        Multiples of 8, 256 at most (TransformerEngine, dot_product_attention/utils.py,
+        get_attention_backend). PyTorch `pads` smaller ones, and has a kernel for larger multiples
+        (aten/native/transformers: attention.cpp, cuda/sdp_utils.cpp).
+        """
+        sizes: tuple[int, ...] = (self.query_key_size, self.value_size)
+        without = self.pattern and not {"full", "window", "chunk"} & {*self.pattern}
+        if without or self.family == "resnet":
+            sizes = ()
+        if pads:
+            return all(size <= 256 or size % 8 == 0 for size in sizes)
+        return all(size <= 256 and size % 8 == 0 for size in sizes)
+
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate projection (three matrices instead of two)."""

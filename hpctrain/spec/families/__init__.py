@@ -222,14 +222,17 @@ def read_config(config: Config, family: Family) -> Reading:
     for name in family.readers:
         reader = READERS[name]
         known.update(reader.names)
-        there = next((name for name in reader.names if name in text), reader.names[0])
+        names = [name for name in reader.names if text.get(name) is not None] or [*reader.names]
         try:
             for path, value in reader.read(text):
                 put(reading.fields, path, value)
-                reading.names[path] = there
+                reading.names[path] = next(
+                    (one for one in names if text.get(one) == value), names[0]
+                )
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
             # a value of another type than in any file that transformers writes
-            reading.refused.append((there, f"is {_shown(text.get(there))}, and cannot be read"))
+            where = next((one for one in names if not isinstance(text.get(one), dict)), names[0])
+            reading.refused.append((where, f"is {_shown(text.get(where))}, and cannot be read"))
     for name, allowed in family.fixed.items():
         if name in text and text[name] not in allowed:
             only = " or ".join(map(_shown, allowed))

@@ -412,7 +412,7 @@ def _write_resnet(fields: Config) -> dict[str, Any]:
 READERS: Mapping[str, Reader] = {
     "rope": Reader(
         (
-            *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
+            *("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"),
             *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
         ),
         _rope,
