@@ -132,7 +132,7 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     if _names_a_config(parsed):
         from hpctrain.spec.families.expand import expand_config
 
-        expand_config(parsed)
+        expand_config(parsed, Path(path).parent)
     return _validated(RunSpec, parsed, _shown_name(path))
 
 
@@ -147,7 +147,7 @@ def load_model(path: Path, most_tokens: int) -> ModelSpec:
     start = SourcePlace(str(path), 1, 1)
     where = str(path).replace("$", "$$")
     parsed = Parsed({"model": {"config": where}}, values={("model", "config"): start, (): start})
-    expand_config(parsed)
+    expand_config(parsed, Path())
     model = parsed.data["model"]
     if model.get("family") not in ("vit", "resnet"):  # their images say it
         limit = model.get("max_seq")

@@ -9,7 +9,8 @@ requirements of a layout on the shape, such as heads per tp rank (`hpctrain.plan
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -58,6 +59,14 @@ def _required(schema: dict[str, Any]) -> None:
 
 def _family(*names: str) -> dict[str, Any]:
     return {"properties": {"family": {"enum": list(names)}}, "required": ["family"]}
+
+
+class LayerKind(NamedTuple):
+    """What one layer is: what mixes tokens, and whether it has a dense MLP, or experts."""
+
+    mixer: Mixer
+    mlp: bool
+    experts: bool
 
 
 class ModelSpec(Document):
@@ -292,11 +301,24 @@ class ModelSpec(Document):
     def mlp_bias(self) -> bool:
         return self.bias in (True, "mlp")
 
-    def mixer(self, layer: int) -> Mixer:
-        """What mixes the tokens of layer `layer` (from 0)."""
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is; those of a kind are equal objects."""
         plain: tuple[Mixer, ...] = ("window",) if self.attends.window else ("full",)
         pattern = self.pattern or plain
-        return pattern[layer % len(pattern)]
+        kinds = []
+        for layer in range(self.layers):
+            mixer = pattern[layer % len(pattern)]
+            experts = self.moe is not None and self.moe.has_experts(layer)
+            if self.single_blocks:
+                kinds.append(LayerKind(mixer, mixer == "mlp", mixer == "moe"))
+            else:
+                kinds.append(LayerKind(mixer, not experts, experts))
+        return tuple(kinds)
+
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of layer `layer` (from 0)."""
+        return self.kinds[layer].mixer
 
     @property
     def causal(self) -> bool:
@@ -314,16 +336,12 @@ class ModelSpec(Document):
         return self.family in ("vit", "resnet")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether transformer layer `layer` (from 0) has experts in place of its MLP."""
-        if self.single_blocks:
-            return self.mixer(layer) == "moe"
-        return self.moe is not None and self.moe.has_experts(layer)
+        """Whether layer `layer` (from 0) has experts in place of its MLP."""
+        return self.kinds[layer].experts
 
     def has_mlp(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has a dense MLP."""
-        if self.single_blocks:
-            return self.mixer(layer) == "mlp"
-        return not self.has_experts(layer)
+        return self.kinds[layer].mlp
 
 
 class ModelAlone(Document):

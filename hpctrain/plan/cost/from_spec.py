@@ -270,19 +270,28 @@ def case_of(request: PlanRequest, columns: Columns) -> Case:
     return corrected(case, request)
 
 
+# Tokens that linear attention computes as one product (modeling_qwen3_next.py, chunk_size).
+_LINEAR_CHUNK = 64
+
+
 def shape_of(model: ModelSpec) -> Shape:
     """Translate a model into the numbers that the formulas take."""
     if model.family == "resnet":
         return resnet_shape(model)
     moe, mla = model.moe, model.mla
-    dense = moe.dense_layers if moe else model.layers
+    mixers = [kind.mixer for kind in model.kinds]
+    attending = [mixer for mixer in mixers if mixer in ("full", "window", "chunk")]
+    windows = len(attending) - attending.count("full")
+    dense = sum(kind.mlp for kind in model.kinds)
     return Shape(
         layers=model.layers,
         hidden=model.hidden,
         seq=model.seq,
         # a ViT classifies one token of an image: as many logits as that makes for each token
         vocab=model.vocab / model.seq if model.family == "vit" else model.vocab,
-        attention_blocks=model.layers,
+        attention_blocks=len(attending),
+        window=(model.attends.window or model.attends.chunk or 0) if windows else 0,
+        window_share=windows / len(attending) if attending else 0,
         heads=model.heads,
         kv_heads=model.key_value_heads,
         qk_dim=model.query_key_size,
@@ -296,7 +305,7 @@ def shape_of(model: ModelSpec) -> Shape:
         dense_first=int(moe is not None),
         ffn=model.ffn_size,
         gated=int(model.gated),
-        moe_blocks=model.layers - dense,
+        moe_blocks=sum(kind.experts for kind in model.kinds),
         experts=moe.experts if moe else 1,
         top_k=moe.top_k if moe else 1,
         expert_ffn=moe.ffn if moe else 0,
@@ -309,6 +318,28 @@ def shape_of(model: ModelSpec) -> Shape:
         rope=int(model.positions == "rope"),
         rms_norm=int(model.norm == "rmsnorm"),
         dropout=model.dropout,
+        **_scan(model, len(mixers) - len(attending) - mixers.count("mlp") - mixers.count("moe")),
+    )
+
+
+def _scan(model: ModelSpec, blocks: int) -> dict[str, int]:
+    """Describe the state spaces of a model; linear attention is priced as one with its state."""
+    if model.mamba is not None:
+        inner, state, groups = model.mamba.inner, model.mamba.state, model.mamba.groups
+        heads, chunk = model.mamba.heads, model.mamba.chunk
+    elif model.linear is not None:
+        heads, chunk = model.linear.value_heads, _LINEAR_CHUNK
+        inner, state = heads * model.linear.value_dim, model.linear.key_dim
+        groups = model.linear.key_heads
+    else:
+        return {}
+    return dict(
+        mamba_blocks=blocks,
+        mamba_inner=inner,
+        mamba_state=state,
+        mamba_groups=groups,
+        mamba_heads=heads,
+        mamba_chunk=chunk,
     )
 
 

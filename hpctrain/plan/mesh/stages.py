@@ -102,13 +102,13 @@ def build_stage(
     with token prediction behind the last layer (megatron/core/transformer/transformer_block.py:390,
     has_final_layernorm_in_this_stage).
     """
-    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    layers = _layers_of(split, layout, index)
     first, last = index == 0, index == layout.pp - 1
     norm_stage = layout.pp - 1
     if model.mtp_layers:
         norm_stage = max(number for number, layers in enumerate(split) if layers) % layout.pp
     parameters = stage_parameters(
-        *(model, layout, dense, with_experts),
+        *(model, layout, layers),
         first=first,
         last=last,
         final_norm=index == norm_stage,
@@ -119,7 +119,7 @@ def build_stage(
         chunk_layers=split[index :: layout.pp],
         embedding=first,
         loss=last,
-        parameters_per_gpu=parameters + adapters_per_layer * (dense + with_experts),
+        parameters_per_gpu=parameters + adapters_per_layer * len(layers),
     )
 
 
@@ -128,7 +128,7 @@ def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, inde
 
     Multi-token prediction layers, behind the last stage, have experts like the last layer.
     """
-    _, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    with_experts = sum(map(model.has_experts, _layers_of(split, layout, index)))
     if index == layout.pp - 1:
         with_experts += model.mtp_layers
     return with_experts * expert_parameters(model, layout.tp, layout.ep, layout.etp)
@@ -141,16 +141,12 @@ def stage_layer_parameters(model: ModelSpec, layout: Layout, split: Split, index
     """
     if model.family == "resnet":
         return total_parameters(model)
-    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
-    own = stage_parameters(
-        model, layout, dense, with_experts, first=False, last=False, final_norm=False
-    )
+    layers = _layers_of(split, layout, index)
+    own = stage_parameters(model, layout, layers, first=False, last=False, final_norm=False)
     ahead = mtp_parameters(model, layout.tp, layout.ep, layout.etp)
     return own + (ahead if index == layout.pp - 1 else 0)
 
 
-def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:
-    """Count (dense layers, layers with experts) of chunks; the first layers are the dense ones."""
-    dense_until = model.moe.dense_layers if model.moe is not None else model.layers
-    dense = sum(len(range(chunk.start, min(chunk.stop, dense_until))) for chunk in chunks)
-    return dense, sum(map(len, chunks)) - dense
+def _layers_of(split: Split, layout: Layout, index: int) -> tuple[int, ...]:
+    """List the layers of all chunks of stage `index`."""
+    return tuple(layer for chunk in stage_layers(split, layout.pp, index) for layer in chunk)

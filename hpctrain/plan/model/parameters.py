@@ -10,14 +10,15 @@ parallel size, B global batch, V vocabulary, r rank of LoRA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hpctrain.plan.documents import Layout
 from hpctrain.plan.model import vision
 from hpctrain.spec.architecture import LinearSpec, MambaSpec, MlaSpec, MoeSpec
 from hpctrain.spec.families import family_named
-from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.model import LayerKind, ModelSpec
 from hpctrain.spec.run import RunSpec
 
 # -- Operations of a training step: the convention behind every printed MFU ---------------------
@@ -97,9 +98,12 @@ def linear_parameters(model: ModelSpec) -> int:
     (2h x h) and once more the output matrix. BERT has the linear layer before its output matrix;
     what it does once for a sequence (pooler, classes) does not count, nor do the ends of a ViT.
     """
-    layers = sum(
-        mixer_weights(model, layer) + mlp_weights(model, layer) for layer in range(model.layers)
-    )
+    counted = {kind: layer for layer, kind in enumerate(model.kinds)}
+    weights = {
+        kind: mixer_weights(model, layer) + mlp_weights(model, layer)
+        for kind, layer in counted.items()
+    }
+    layers = sum(weights[kind] for kind in model.kinds)
     if model.reads_images or model.classes is not None:
         return layers
     embedded = model.embedding_size or model.hidden
@@ -123,11 +127,11 @@ def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
     halved = causal and model.causal
     whole = float(model.seq) / (2 if halved else 1)
     total = 0.0
-    for layer in range(model.layers + model.mtp_layers):
-        mixer = model.mixer(min(layer, model.layers - 1))
+    kinds = (*model.kinds, *model.kinds[-1:] * model.mtp_layers)
+    for mixer, count in Counter(kind.mixer for kind in kinds).items():
         reach = {"window": model.attends.window, "chunk": model.attends.chunk}.get(mixer)
         if mixer in ("full", "window", "chunk"):
-            total += min(whole, reach) if halved and reach else whole
+            total += count * (min(whole, reach) if halved and reach else whole)
     return 2 * FORWARD_AND_BACKWARD * model.heads * sizes * total
 
 
@@ -404,18 +408,30 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = Non
     return model.mtp_layers * (layer + projection + 3 * norm_parameters(model))
 
 
+def layers_parameters(
+    model: ModelSpec, layers: Iterable[int], tp: int, ep: int = 1, etp: int | None = None
+) -> int:
+    """Count these layers, whatever their kinds; those of a kind have the same."""
+    kinds, total = dict[LayerKind, int](), 0
+    for layer in layers:
+        kind = model.kinds[layer]
+        if kind not in kinds:
+            kinds[kind] = layer_parameters(model, tp, ep, layer, etp)
+        total += kinds[kind]
+    return total
+
+
 def stage_parameters(
     model: ModelSpec,
     layout: Layout,
-    dense: int,
-    with_experts: int,
+    layers: Iterable[int],
     *,
     first: bool,
     last: bool,
     final_norm: bool,
     multiple: int = VOCAB_MULTIPLE,
 ) -> int:
-    """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
+    """Count one pipeline stage: its layers, and the ends of the model on it.
 
     Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
     mtp_process`), tied or not.
@@ -424,13 +440,14 @@ def stage_parameters(
         assert first and last, "a ResNet is planned with data parallelism only"
         return total_parameters(model)
     tp, ep, etp = layout.tp, layout.ep, layout.etp
-    parameters = dense * layer_parameters(model, tp, ep, 0, etp)
-    parameters += with_experts * layer_parameters(model, tp, ep, None, etp)
+    parameters = layers_parameters(model, layers, tp, ep, etp)
     if first or (last and model.mtp_layers):
         parameters += embedding_parameters(model, tp, multiple)
     if last:
         parameters += output_parameters(model, tp, first, multiple)
         parameters += mtp_parameters(model, tp, ep, etp)
+    if not model.final_norm:
+        return parameters
     return parameters + (int(final_norm) - int(last)) * norm_parameters(model)
 
 
@@ -441,7 +458,7 @@ def total_parameters(model: ModelSpec) -> int:
     """
     if model.family == "resnet":
         return vision.resnet_parameters(model)
-    layers = sum(layer_parameters(model, 1, layer=layer) for layer in range(model.layers))
+    layers = layers_parameters(model, range(model.layers), 1)
     if model.reads_images:
         return layers + vision.stem_parameters(model) + vision.head_parameters(model)
     tables = 1 if model.tied or model.classes else 2
