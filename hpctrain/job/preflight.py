@@ -38,7 +38,7 @@ from hpctrain.job.prepare import (
     PreparedRun,
     load_any_inputs,
     load_knowledge,
-    refuse_untrainable,
+    refuse_fields,
 )
 from hpctrain.job.render.containers import run_container
 from hpctrain.job.render.environment import environment_of, login_names
@@ -148,7 +148,7 @@ def unplanned(
     errors = [error]
     try:
         if isinstance(error, RefusedPlanError):
-            refuse_untrainable(spec, profile)
+            refuse_fields(spec, profile)
         else:
             from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
 

@@ -380,13 +380,20 @@ def _holds(learned: SiteLearning, constants: str, uncertainty: Uncertainty | Non
     return learned.memory is None or set(learned.memory.multipliers) == set(memory.multipliers)
 
 
-def refuse_untrainable(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> None:
-    """Raise InvalidInputError for fields that hpctrain can plan but not train here, each with why.
+def refuse_untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> None:
+    """Raise InvalidInputError for fields that hpctrain can plan but not train, each with why."""
+    if problems := _untrainable(spec, found):
+        raise InvalidInputError(problems)
 
-    That is what the engine lacks, and what jobs of the site do not take.
-    """
-    problems = _unsubmittable(spec, untrainable_fields(spec.document))
-    problems += untaken(spec, profile)
+
+def _untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> list[Problem]:
+    hint = "`hpctrain plan` can plan it; to submit, change this field"
+    return [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
+
+
+def refuse_fields(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> None:
+    """Raise InvalidInputError for fields that the trainer or jobs of the site do not take."""
+    problems = _untrainable(spec, untrainable_fields(spec.document)) + untaken(spec, profile)
     if problems:
         raise InvalidInputError(problems)
 
@@ -404,17 +411,6 @@ def untaken(
         (spec if of_spec else profile).problem(field, message, "remove it")
         for of_spec, field, message in variable_problems(document.environment, site)
     ]
-
-
-def refuse_untrainable_layout(spec: Loaded[RunSpec], plan: Plan) -> None:
-    """Raise InvalidInputError for axes of a plan that the engine does not train."""
-    if problems := _unsubmittable(spec, untrainable_layout(plan)):
-        raise InvalidInputError(problems)
-
-
-def _unsubmittable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> list[Problem]:
-    hint = "`hpctrain plan` can plan it; to submit, change this field"
-    return [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
 
 
 def prepare(
@@ -446,10 +442,10 @@ def _prepared(
     from hpctrain.plan.request import PlanRequest
 
     document, site = loaded_spec.document, loaded_profile.document
-    refuse_untrainable(loaded_spec, loaded_profile)
+    refuse_fields(loaded_spec, loaded_profile)
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
-    refuse_untrainable_layout(loaded_spec, plan)
+    refuse_untrainable(loaded_spec, untrainable_layout(plan))
     templates = template_directory or site_templates(loaded_profile)
     template_sha256 = None if templates is None else templates_digest(templates)
     loaded_profile = digested_with(loaded_profile, template_sha256)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -51,13 +52,14 @@ _IMAGE_STEPS, _IMAGE_BATCH, _IMAGE_RATE = 10_000, 1024, 1e-3
 
 @dataclass(frozen=True)
 class Model:
-    """What a first spec says of its model. `text`: the YAML of `model`."""
+    """What a first spec says of its model. `text`: the YAML of `model`, `config`: a file."""
 
     name: str
     text: str
     about: str
     shape: ModelSpec
     pretrained: bool = False
+    config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,18 @@ class Wishes:
     name: str | None = None
 
 
-def named_model(name: str) -> Model:
+def named_model(name: str, beside: Path = Path()) -> Model:
     """Return a published model, or the one that a directory of Hugging Face describes.
+
+    `beside`: the directory of the spec, from which it names a config.json.
 
     Raises UsageError for an unknown name, InvalidInputError for a directory without a config.json
     that hpctrain understands.
     """
     path = Path(name)
     if path.name == "config.json" or path.is_dir():
-        return _described_model(path if path.name == "config.json" else path / "config.json")
+        file = path if path.name == "config.json" else path / "config.json"
+        return _described_model(file, beside)
     found = load_presets().named(name)
     if found is None:
         names = [one.name for one in load_presets().presets]
@@ -92,12 +97,12 @@ def named_model(name: str) -> Model:
     return Model(found.name, found.name, f"{found.source}: {_summary(shape)}", shape)
 
 
-def _described_model(path: Path) -> Model:
+def _described_model(path: Path, beside: Path) -> Model:
     shape = load_model(path, LONGEST_SEQ)
     longest, seq = shape.max_seq, shape.seq
     with_weights = any(path.parent.glob("*.safetensors"))
     lines = [f"pretrained: {_scalar(str(path.parent))}"] if with_weights else []
-    lines.append(f"config: {_scalar(str(path))}")
+    lines.append(f"config: {_scalar(os.path.relpath(path, beside).replace('$', '$$'))}")
     if not shape.reads_images:
         made_for = "" if longest in (None, seq) else f"  # the model is made for {longest:,}"
         lines.append(f"seq: {seq}{made_for}")
@@ -105,7 +110,8 @@ def _described_model(path: Path) -> Model:
     name = "".join(
         char for char in path.absolute().parent.name.lower() if char.isalnum() or char in "-."
     )
-    return Model(name or "model", text, f"{path}: {_summary(shape)}", shape, with_weights)
+    about = f"{path}: {_summary(shape)}"
+    return Model(name or "model", text, about, shape, with_weights, str(path.absolute()))
 
 
 def trainer_text(name: str, run: str, gpus: int) -> str:
@@ -173,10 +179,11 @@ def spec_text(wishes: Wishes) -> str:
 def fitting_gpus(wishes: Wishes, profile: str) -> int:
     """Double the GPUs of `wishes` until their spec plans; unchanged where no number helps."""
     with TemporaryDirectory() as directory:
-        file, gpus = Path(directory, "spec.yaml"), wishes.gpus
+        file, gpus, config = Path(directory, "spec.yaml"), wishes.gpus, wishes.model.config
+        place = [] if config is None else [f"model.config={_scalar(config.replace('$', '$$'))}"]
         while True:
             file.write_text(spec_text(replace(wishes, gpus=gpus)), encoding="utf-8")
-            inputs = load(file, profile)
+            inputs = load(file, profile, place)
             # of runs that last longer than nothing, no forecast is made
             if plan_option(inputs, "time", before_seconds=0).plan is not None:
                 return gpus

@@ -84,7 +84,7 @@ def init(
         if not asking:
             raise click.UsageError("give a --model (`hpctrain init --list`), or use a terminal")
         model = click.prompt("Model (a name of `hpctrain init --list`, or a directory)", err=True)
-    chosen = named_model(model)
+    chosen = named_model(model, file.parent if file is not None else Path())
     if note := unknown_note(chosen.shape):
         say(note)
     if data is None and asking:

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from hpctrain.spec.architecture import (
     MOST_HEADS,
     MOST_LAYERS,
+    MOST_TOKENS,
     MOST_WIDTH,
     AttentionSpec,
     LinearSpec,
@@ -36,7 +37,7 @@ from hpctrain.spec.job_text import SubmitText
 RESNET_FEATURES = {18: 512, 34: 512, 50: 2048, 101: 2048, 152: 2048}
 RESNET_STRIDE = 32  # pixels of the image for one position of the last feature map
 
-MOST_TOKENS, MOST_PIXELS = 1_000_000_000, 65_536
+MOST_PIXELS = 65_536
 
 # Of an MLP; those in GATED have a third matrix, whose product is activated and multiplied.
 Activation = Literal[
@@ -150,7 +151,10 @@ class ModelSpec(Document):
         None, description="llama: rope, others: learned"
     )
     position_offset: int = Field(
-        0, ge=0, description="First rows of learned positions that no token has (OPT: 2)"
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="First rows of learned positions that no token has (OPT: 2)",
     )
     rope_base: float = Field(10000, ge=1, description="Base of the rotary angles (theta)")
     rope: RopeSpec | None = Field(None, description="More about rotary positions; absent: plain")
@@ -180,7 +184,7 @@ class ModelSpec(Document):
     bidirectional: bool = Field(
         False, description="Every token sees all others: an encoder (BERT, ViT)"
     )
-    segments: int = Field(0, ge=0, description="Embeddings of segments; bert: 2")
+    segments: int = Field(0, ge=0, le=MOST_WIDTH, description="Embeddings of segments; bert: 2")
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
     pattern: tuple[Mixer, ...] = Field(
         (),

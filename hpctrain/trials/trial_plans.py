@@ -17,9 +17,10 @@ from hpctrain.job.prepare import (
     load_inputs,
     load_knowledge,
     prepare,
+    refuse_fields,
     refuse_untrainable,
-    refuse_untrainable_layout,
 )
+from hpctrain.plan.abilities.trainable import untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import gpu_price
 from hpctrain.spec.loader import Loaded
@@ -96,9 +97,9 @@ def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecor
         own = None
         try:
             own, site = load_inputs(subject.spec, subject.profile, _overrides(subject, variant))
-            refuse_untrainable(own, site)
+            refuse_fields(own, site)
             plan = make_plan(own.document, site.document, load_knowledge(site))
-            refuse_untrainable_layout(own, plan)
+            refuse_untrainable(own, untrainable_layout(plan))
             trials.append(trial_record(variant, own.document, predicted=predicted_of(plan)))
         except REFUSALS as error:
             document = own.document if own else subject.run

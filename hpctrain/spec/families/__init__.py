@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
-from hpctrain.spec.families.readers import READERS, given
+from hpctrain.spec.families.readers import READERS, UnreadableError, given
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.positions import shorten
 
@@ -229,6 +229,9 @@ def read_config(config: Config, family: Family) -> Reading:
                 reading.names[path] = next(
                     (one for one in names if text.get(one) == value), names[0]
                 )
+        except UnreadableError as error:
+            wrong = str(error)
+            reading.refused.append((wrong, f"is {_shown(text.get(wrong))}, and cannot be read"))
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
             # a value of another type than in any file that transformers writes
             where = next((one for one in names if not isinstance(text.get(one), dict)), names[0])

@@ -6,6 +6,7 @@ of loading a spec. Does not belong here: reading the values (`hpctrain.spec.fami
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,6 +96,14 @@ def _read(text: str, directory: Path, place: SourcePlace) -> Parsed:
         raise InvalidInputError([place.problem(message, found.hint)]) from None
     read = parse_yaml(content, str(file))  # JSON is YAML, and its reader knows places
     if read.problems:
+        try:
+            json.loads(content)
+        except ValueError as error:  # where JSON ends to be JSON says more than where YAML does
+            if isinstance(error, json.JSONDecodeError):
+                at = SourcePlace(str(file), error.lineno, error.colno)
+                raise InvalidInputError([at.problem(f"this is no JSON: {error.msg}")]) from None
+        except RecursionError:
+            pass
         raise InvalidInputError([*read.problems])
     if not isinstance(read.data, dict):
         raise InvalidInputError(

@@ -26,6 +26,10 @@ class Reader:
     write: Callable[[Config], dict[str, Any]] | None = None
 
 
+class UnreadableError(ValueError):
+    """A value, by its name, of which no field of `model` can be made."""
+
+
 def given(value: Any) -> bool:
     """Tell whether a value of `config.json` says something: not null, false, or empty."""
     return value is not None and value is not False and value != [] and value != {}
@@ -33,10 +37,13 @@ def given(value: Any) -> bool:
 
 def _rope(config: Config) -> Found:
     """Rotary positions; transformers 4 had them in two places, 5 has one, by type of layer."""
-    older = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise UnreadableError("rope_scaling")
+    older = {"rope_theta": config.get("rope_theta"), **scaling}
     found = config.get("rope_parameters") or older
     if not isinstance(found, dict):
-        return
+        raise UnreadableError("rope_parameters")
     if isinstance(found.get("full_attention"), dict):
         window = found.get("sliding_attention") or {}
         yield "rope.window_base", window.get("rope_theta")
@@ -106,16 +113,28 @@ def shortest(pattern: list[Any]) -> tuple[Any, ...]:
     return tuple(pattern[: len(pattern) - ends[-1]]) if pattern else ()
 
 
-def _counted(value: Any) -> int:
-    """Return a number of layers; 0 for what is none, or more than a model has."""
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_count and 0 < value <= MOST_LAYERS else 0
+def _counted(config: Config, name: str) -> int:
+    """Return a number of layers, 0 where there is none. Raises UnreadableError."""
+    value = config.get(name)
+    if value is None or value is False:
+        return 0
+    if not isinstance(value, int) or not 0 <= value <= MOST_LAYERS:
+        raise UnreadableError(name)
+    return int(value)
+
+
+def _listed(config: Config, name: str) -> list[Any]:
+    """Return a list, empty where there is none. Raises UnreadableError."""
+    value = config.get(name)
+    if not isinstance(value, list | None):
+        raise UnreadableError(name)
+    return value or []
 
 
 def _pattern(config: Config) -> Found:
     """The kinds of layers; where they are alike there is nothing to say."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    if isinstance(kinds, list) and kinds:
+    kinds = _listed(config, "layer_types") or _listed(config, "layers_block_type")
+    if kinds:
         mixers = [_MIXERS.get(str(kind), str(kind)) for kind in kinds]
         pattern = shortest(mixers)
         yield "pattern", pattern if pattern != ("full",) else None
@@ -134,11 +153,12 @@ def _window(config: Config) -> Found:
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False or not window:
         return
-    first, layers = config.get("max_window_layers"), _counted(config.get("num_hidden_layers"))
+    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return
-    if not isinstance(kinds, list) and isinstance(first, int) and layers:
+    counts = isinstance(first, int) and isinstance(layers, int) and layers <= MOST_LAYERS
+    if not isinstance(kinds, list) and counts:
         if first >= layers:
             return
         if first:
@@ -153,14 +173,16 @@ def _write_window(fields: Config) -> dict[str, Any]:
 
 def _every(config: Config) -> Found:
     """Windows by a number: of so many layers the last one sees everything."""
-    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
-    if (every := _counted(every)) > 1 and not config.get("layer_types"):
+    if config.get("layer_types"):
+        return
+    names = ("sliding_window_pattern", "_sliding_window_pattern")
+    if (every := max(_counted(config, name) for name in names)) > 1:
         yield "pattern", (*["window"] * (every - 1), "full")
 
 
 def _interval(config: Config) -> Found:
     """Of so many layers the last one has full attention (Qwen3-Next)."""
-    every = _counted(config.get("full_attention_interval"))
+    every = _counted(config, "full_attention_interval")
     if every > 1 and not config.get("layer_types"):
         yield "pattern", (*["linear"] * (every - 1), "full")
 
@@ -349,8 +371,8 @@ def _labels(config: Config) -> Found:
 
 def _no_rope(config: Config) -> Found:
     """Layers without positions: a list with 0 for them, or every so many (SmolLM3, Llama 4)."""
-    turned, every = config.get("no_rope_layers"), _counted(config.get("no_rope_layer_interval"))
-    if isinstance(turned, list) and turned:
+    turned, every = _listed(config, "no_rope_layers"), _counted(config, "no_rope_layer_interval")
+    if turned:
         without = shortest([not one for one in turned])
         yield "rope.without", without if any(without) else None
     elif every > 1:
@@ -367,11 +389,10 @@ def _no_rope_full(config: Config) -> Found:
     """Of windowed models, layers that see everything have no positions (Exaone4Attention)."""
     if not config.get("sliding_window"):
         return
-    kinds, every = config.get("layer_types"), config.get("sliding_window_pattern")
-    if isinstance(kinds, list):
+    if kinds := _listed(config, "layer_types"):
         yield "rope.without", shortest([kind == "full_attention" for kind in kinds])
-    elif _counted(every) > 1:
-        yield "rope.without", (*[False] * (_counted(every) - 1), True)
+    elif (every := _counted(config, "sliding_window_pattern")) > 1:
+        yield "rope.without", (*[False] * (every - 1), True)
 
 
 # He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
@@ -388,9 +409,12 @@ def _resnet(config: Config) -> Found:
     """The number of layers; other widths or blocks are no ResNet of the paper."""
     kind = config.get("layer_type", "bottleneck")
     wide = 4 if kind == "bottleneck" else 1
-    widths = list(config.get("hidden_sizes", [256, 512, 1024, 2048]))
-    if widths == [64 * 2**stage * wide for stage in range(4)]:
-        yield "layers", _BLOCKS.get((kind, tuple(config.get("depths", (3, 4, 6, 3)))))
+    if config.get("hidden_sizes", widths := [64 * 2**stage * wide for stage in range(4)]) != widths:
+        raise UnreadableError("hidden_sizes")
+    layers = _BLOCKS.get((kind, tuple(config.get("depths", (3, 4, 6, 3)))))
+    if layers is None:
+        raise UnreadableError("depths")
+    yield "layers", layers
 
 
 def _write_resnet(fields: Config) -> dict[str, Any]:
