@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 @profile_option
 @set_option
 @runs_option
-@click.option("--dry-run", is_flag=True, help="Print the script on stdout and stop.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the script on stdout and stop, with the exit code of `validate`.",
+)
 @click.option(
     "--prepare",
     "prepare_run",

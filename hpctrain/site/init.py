@@ -43,6 +43,8 @@ _GPT3 = (
     (60e9, 2e6, 1e-4),
     (math.inf, 3.2e6, 0.6e-4),
 )
+# Parameters above which an engine that shards is proposed: at 16 bytes of training state, 16 GB.
+MOST_ON_ONE_GPU = 1e9
 _FINE_TUNING_TOKENS = 1e9
 _FINE_TUNING_RATE = 2e-5  # Touvron et al. 2023 (arXiv 2307.09288), section 3.1
 # A short budget takes smaller batches than these, for the sake of so many steps.
@@ -271,10 +273,11 @@ def _images(wishes: Wishes) -> Iterator[str]:
 
 
 def _default_engine(model: Model) -> str | None:
-    """Choose an engine that shards, for weights of Hugging Face, else the plainest one.
+    """Choose an engine that shards, for weights and for large models, else the plainest one.
 
     None where the default engine trains the model.
     """
+    sharded = model.pretrained or total_parameters(model.shape) > MOST_ON_ONE_GPU
     able = [
         one
         for one in ENGINES.values()
@@ -284,7 +287,7 @@ def _default_engine(model: Model) -> str | None:
         able = [one for one in able if one.weights == "hugging_face" and one.shards]
     elif any(one.name == DEFAULT_ENGINE for one in able):
         return None
-    return min(able, key=lambda one: (one.shards and not model.pretrained, len(one.axes))).name
+    return min(able, key=lambda one: (one.shards is not sharded, len(one.axes))).name
 
 
 def _power_of_two(wanted: float, gpus: int) -> int:
