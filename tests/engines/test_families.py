@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
 from trial_runs import MODULE_GPT
 
 from hpctrain.engines.train_json import parse_train_config
 from hpctrain.plan.model.parameters import linear_layers, linear_parameters, total_parameters
-from hpctrain.spec.families import family_named, family_names, read_config
-from hpctrain.spec.families.settings import differences, disagreements
-from hpctrain.spec.model import LoraSpec
+from hpctrain.spec.families import Family, family_named, family_names, read_config
+from hpctrain.spec.families.settings import compare, differences, disagreements
+from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.build import add_adapters, blocks_of, build_module
 from hpctrain.train.engines.models.tasks import loss_of
+from hpctrain.train.engines.models.transformers_library import class_named
 from tests.engines.test_models_build import batch_of
 
 META = torch.device("meta")
@@ -38,6 +40,31 @@ def config_of(file: Path, **changes: Any) -> Any:
     task = next(iter(family.classes))
     sizes = dict(vocab_size=fields["vocab"], seq_length=16)
     return parse_train_config(json.dumps({**MODULE_GPT, **sizes, "model": model, "task": task}))
+
+
+def model_of(content: dict[str, Any], family: Family) -> ModelSpec:
+    fields = read_config(content, family).fields
+    own = {} if "image" in fields or family.name == "resnet" else {"seq": 16}
+    return ModelSpec.model_validate({**own, **fields})
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_a_file_leaves_out_is_what_its_class_takes(file: Path) -> None:
+    """Each name in turn: absent is not null, and defaults differ from class to class."""
+    content, family = json.loads(file.read_text()), family_named(file.stem)
+    assert family is not None
+    settings_class = class_named(family.settings)
+    compared = 0
+    for name in set(content) - {"model_type"}:
+        left = {key: value for key, value in content.items() if key != name}
+        try:
+            whole = settings_class.from_dict(dict(left)).to_dict()
+            theirs = model_of(json.loads(json.dumps({**left, **whole}, default=str)), family)
+        except (ValueError, TypeError, StrictDataclassError):
+            continue  # the class refuses it, or it is no model
+        assert list(compare(model_of(left, family), theirs)) == [], name
+        compared += 1
+    assert compared > len(content) / 2
 
 
 def test_every_family_has_one() -> None:

@@ -75,6 +75,9 @@ class Family(Document):
     choices: dict[str, Any] = Field({}, description="Fields of `model` that its models have")
     fields: dict[str, FieldRow] = Field({}, description="Field of `model` -> where it stands")
     readers: tuple[str, ...] = Field((), description="Functions for what one name cannot say")
+    absent: dict[str, Any] = Field(
+        {}, description="Name that a reader reads -> what transformers takes where it is absent"
+    )
     dropouts: tuple[str, ...] = Field((), description="Names that take `model.dropout`")
     hidden_dropout: bool = Field(True, description="Dropout behind attention and MLP, too")
     whole_heads: bool = Field(
@@ -207,10 +210,11 @@ def text_config(config: Config, family: Family) -> Config:
 def read_config(config: Config, family: Family) -> Reading:
     """Read a `config.json` of a family. Values are not checked: `ModelSpec` does that."""
     text = text_config(config, family)
+    whole = {**_defaults(text, family), **text}
     reading = Reading(family, {"family": family.name})
     for path, row in family.fields.items():
         name = next((name for name in (row.name, *row.others) if name in text), row.name)
-        value = _value(text, row)
+        value = _value(whole, row)
         if row.values and isinstance(text.get(name), str) and text[name] not in row.values:
             known = " or ".join(map(_shown, row.values))
             reading.refused.append((name, f"is {_shown(text[name])}, known here is {known}"))
@@ -224,7 +228,7 @@ def read_config(config: Config, family: Family) -> Reading:
         known.update(reader.names)
         names = [name for name in reader.names if text.get(name) is not None] or [*reader.names]
         try:
-            for path, value in reader.read(text):
+            for path, value in reader.read(whole):
                 put(reading.fields, path, value)
                 reading.names[path] = next(
                     (one for one in names if text.get(one) == value), names[0]
@@ -247,8 +251,18 @@ def read_config(config: Config, family: Family) -> Reading:
     return reading
 
 
+def _defaults(config: Config, family: Family) -> dict[str, Any]:
+    """List what transformers takes for the names that a file leaves out. Absent is not null."""
+    rows = {
+        row.name: row.default
+        for row in family.fields.values()
+        if row.default is not None and not any(name in config for name in row.others)
+    }
+    return {**rows, **family.absent}
+
+
 def _value(config: Config, row: FieldRow) -> Any:
-    found = next((config[name] for name in (row.name, *row.others) if name in config), row.default)
+    found = next((config[name] for name in (row.name, *row.others) if name in config), None)
     if row.values and isinstance(found, str | bool | int) and str(found) in row.values:
         found = row.values[str(found)]
     if row.times is not None and found is not None:

@@ -45,9 +45,8 @@ def _rope(config: Config) -> Found:
     if not isinstance(found, dict):
         raise UnreadableError("rope_parameters")
     if isinstance(found.get("full_attention"), dict):
-        window = found.get("sliding_attention") or {}
-        yield "rope.window_base", window.get("rope_theta")
-        found = found["full_attention"]
+        window, found = found.get("sliding_attention") or {}, found["full_attention"]
+        yield "rope.window_base", window.get("rope_theta") if window != found else None
     elif config.get("rope_local_base_freq") is not None:
         yield "rope.window_base", config["rope_local_base_freq"]
     yield "rope_base", found.get("rope_theta") or config.get("rope_theta")
