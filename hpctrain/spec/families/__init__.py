@@ -216,8 +216,8 @@ def read_config(config: Config, family: Family) -> Reading:
         name = next((name for name in (row.name, *row.others) if name in text), row.name)
         value = _value(whole, row)
         if row.values and isinstance(text.get(name), str) and text[name] not in row.values:
-            known = " or ".join(map(_shown, row.values))
-            reading.refused.append((name, f"is {_shown(text[name])}, known here is {known}"))
+            words = " or ".join(map(_shown, row.values))
+            reading.refused.append((name, f"is {_shown(text[name])}, known here is {words}"))
             value = None
         put(reading.fields, path, value)
         reading.names[path] = name

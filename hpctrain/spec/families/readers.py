@@ -156,11 +156,10 @@ def _window(config: Config) -> Found:
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return
-    counts = isinstance(first, int) and isinstance(layers, int) and layers <= MOST_LAYERS
-    if not isinstance(kinds, list) and counts:
+    if not isinstance(kinds, list) and isinstance(first, int) and isinstance(layers, int):
         if first >= layers:
             return
-        if first:
+        if first and layers <= MOST_LAYERS:
             yield "pattern", tuple("full" if n < first else "window" for n in range(layers))
     yield "attention.window", window
 

@@ -192,8 +192,8 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
 
 def unusable(error: ValidationError, reading: Reading) -> list[str]:
     """Say which values of a `config.json` make no model, by their names there."""
-    names = {tuple(path.split(".")): name for path, name in reading.names.items()}
-    parsed = Parsed(data=reading.fields, names=dict(names))
+    parsed = Parsed(data=reading.fields)
+    parsed.names = {tuple(path.split(".")): name for path, name in reading.names.items()}
     return [problem.message for problem in explain(error, ModelSpec, parsed)]
 
 
