@@ -84,6 +84,8 @@ def submit(
     from hpctrain.job.footprint import footprint_warnings
     from hpctrain.job.plan_text import run_lines
     from hpctrain.job.preflight import examine, input_words
+    from hpctrain.job.prepare import Prepared
+    from hpctrain.job.trainer_run import PreparedTrainerRun
     from hpctrain.records.find import find_run, runs_directory
     from hpctrain.slurm.client import SlurmClient
 
@@ -102,7 +104,7 @@ def submit(
     prepared = found.prepared
     if prepared is None or not (dry_run or check):
         found.refuse()
-    assert prepared is not None, "it has been refused"
+    assert isinstance(prepared, Prepared | PreparedTrainerRun), "it has been refused"
     for line in run_lines(prepared, line_width(sys.stderr)):
         say(line)
     for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):

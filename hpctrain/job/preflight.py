@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -131,10 +131,9 @@ def examine(
             spec, profile, overrides, runs=runs, template_directory=template_directory
         )
     except (InvalidInputError, DoesNotFitError, LimitError) as error:
-        document = loaded_spec.document
-        if isinstance(document, TrainerRunSpec):
+        if isinstance(loaded_spec.document, TrainerRunSpec):
             raise
-        return unplanned(error, replace(loaded_spec, document=document), loaded_profile)
+        return unplanned(error, loaded_spec, loaded_profile)
     return Examined(checks_of(prepared, runs), prepared)
 
 
