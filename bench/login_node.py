@@ -58,6 +58,8 @@ def commands() -> dict[str, list[str]]:
         "submit --dry-run gpt175b": [
             *program,
             *("submit", "--profile", "a100x64", spec, "--dry-run"),
+            *("--set", "data.sources=[]", "--set", "data.tokenizer=null"),
+            *("--set", "data.made_up=true"),
         ],
     }
 

@@ -592,7 +592,8 @@ DUMP = "\nimport sys; print(*sorted(sys.modules), file=sys.stderr)"
         (
             "from hpctrain.cli.main import run; "
             f"run(['submit', '-p', 'a100x64', {str(ROOT / 'examples/gpt175b.yaml')!r}, "
-            "'--dry-run'])",
+            "'--set', 'data.sources=[]', '--set', 'data.tokenizer=null', "
+            "'--set', 'data.made_up=true', '--dry-run'])",
             True,
         ),
     ],

@@ -70,7 +70,11 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a Hugging Face directory, whether one or many."""
     if (path / INDEX_NAME).exists():
         index = _read_json(path, path / INDEX_NAME)
-        return [path / name for name in sorted(set(index.get("weight_map", {}).values()))]
+        try:
+            names = sorted({str(name) for name in index.get("weight_map", {}).values()})
+        except (AttributeError, TypeError):
+            raise _missing(path, f"{INDEX_NAME} of {path} has no map of files") from None
+        return [path / name for name in names]
     if (path / WEIGHTS_NAME).exists():
         return [path / WEIGHTS_NAME]
     if any(path.glob("pytorch_model*.bin")):
@@ -104,14 +108,32 @@ def header_of(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """Read where the tensors of a safetensors file begin, and what its header says of each."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(min(header_bytes, _LONGEST_HEADER)))
-    header.pop("__metadata__", None)
+        header = _parsed(stream.read(min(header_bytes, _LONGEST_HEADER)))
+    try:
+        header.pop("__metadata__", None)
+        sizes = [last - first for first, last in (one["data_offsets"] for one in header.values())]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        sizes = [-1]
+    if min(sizes, default=0) < 0:
+        raise ValueError("its header is not that of safetensors")
     return 8 + header_bytes, header
+
+
+def _parsed(text: bytes) -> Any:
+    """Parse JSON. Raises ValueError, also for what is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _read_json(path: Path, file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            text = stream.read(_LONGEST_HEADER + 1)
+        if len(text) > _LONGEST_HEADER:
+            raise ValueError(f"it is larger than {_LONGEST_HEADER // 2**20} MiB")
+        found = _parsed(text)
     except FileNotFoundError:
         what = f"{path} has no {file.name}" if path.is_dir() else f"{path} does not exist"
         raise _missing(path, what) from None

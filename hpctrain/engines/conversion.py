@@ -29,7 +29,7 @@ def unconvertible(config: Config) -> list[str]:
     try:
         model = shape_described(config)
     except ValidationError as error:
-        return [*found, *unusable(error, reading.names)]
+        return [*found, *unusable(error, reading)]
     found += [f"{field}: {why}" for field, why in missing_parts(model)]
     return found
 

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 @profile_option
 @set_option
 @runs_option
-@click.option("--dry-run", is_flag=True, help="Print the script on stdout and stop.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the script on stdout and stop, with the exit code of `validate`.",
+)
 @click.option(
     "--prepare",
     "prepare_run",
@@ -79,8 +83,9 @@ def submit(
     from hpctrain.job import submit as action
     from hpctrain.job.footprint import footprint_warnings
     from hpctrain.job.plan_text import run_lines
-    from hpctrain.job.preflight import examined, input_words
-    from hpctrain.job.trainer_run import prepare_any
+    from hpctrain.job.preflight import examine, input_words
+    from hpctrain.job.prepare import Prepared
+    from hpctrain.job.trainer_run import PreparedTrainerRun
     from hpctrain.records.find import find_run, runs_directory
     from hpctrain.slurm.client import SlurmClient
 
@@ -94,9 +99,12 @@ def submit(
         raise click.UsageError("--dry-run writes nothing, and --prepare writes: give one of them")
     directory = runs_directory(runs)
     after = find_run(directory, after_run) if after_run is not None else None
-    look = prepare_any if dry_run or check else examined
     with busy("planning, and checking all that could end the run ..."):
-        prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
+        found = examine(spec, profile, overrides, runs=directory, template_directory=template_dir)
+    prepared = found.prepared
+    if prepared is None or not (dry_run or check):
+        found.refuse()
+    assert isinstance(prepared, Prepared | PreparedTrainerRun), "it has been refused"
     for line in run_lines(prepared, line_width(sys.stderr)):
         say(line)
     for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):
@@ -107,6 +115,7 @@ def submit(
         with busy("asking Slurm ..."):
             answer = action.check(prepared, SlurmClient())
         say(f"Slurm accepts the script: {answer.text}")
+    found.refuse()
     if prepare_run:
         with busy("writing the run directory ..."):
             written = action.prepare_only(prepared, directory)

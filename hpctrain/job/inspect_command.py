@@ -106,6 +106,7 @@ def validate_file(path: Path, kind: Kind | None = None, told: list[str] | None =
     from hpctrain.base.errors import InvalidInputError, Problem
     from hpctrain.job.render.job_options import continuation_problems
     from hpctrain.job.trainer_run import supervision_lines
+    from hpctrain.spec.families.settings import unknown_note
     from hpctrain.spec.loader import (
         kind_of_file,
         load_any_run_spec,
@@ -135,7 +136,11 @@ def validate_file(path: Path, kind: Kind | None = None, told: list[str] | None =
         load_service_spec(path)
     else:
         document = load_any_run_spec(path).document
-        if isinstance(document, TrainerRunSpec) and told is not None:
+        if told is None:
+            return TITLES[kind]
+        if not isinstance(document, TrainerRunSpec):
+            told += filter(None, [unknown_note(document.model)])
+        else:
             told += facts(*supervision_lines(document.trainer), width=line_width(sys.stderr))
     return TITLES[kind]
 

@@ -108,7 +108,7 @@ def plan(
     """
     from hpctrain.job import plan as action
     from hpctrain.job.plan_text import answer_lines, decision_lines
-    from hpctrain.job.preflight import input_words, ready_sentence
+    from hpctrain.job.preflight import input_words, ready_sentence, unplanned
     from hpctrain.job.prepare import load_any_inputs, load_knowledge
     from hpctrain.job.trainer_forecast import known_pace, refuse_pace
     from hpctrain.plan.forecast.options import check_currency, parse_budget
@@ -144,6 +144,11 @@ def plan(
         check_currency(budget, inputs.profile)
     with busy("planning, and playing runs with failures ..."):
         options, option, decision = _decided(inputs, goal, sizes, budget)
+        if option.refusal is not None:
+            refusal = inputs.placed(option.refusal)
+            if not write:
+                unplanned(refusal, loaded, site).refuse("plan")
+            raise refusal
         advice = None
         if not options and option.forecast is not None:
             words = input_words(spec, profile, overrides) if named else None
@@ -294,10 +299,7 @@ def _decided(
     from hpctrain.job import plan as action
 
     if sizes is None and budget is None:
-        option = action.plan_option(inputs, goal)
-        if option.refusal is not None:
-            raise inputs.placed(option.refusal)
-        return [], option, None
+        return [], action.plan_option(inputs, goal), None
     tried = sizes or action.sizes_to_try(inputs) or (inputs.spec.resources.gpus,)
     options = [action.plan_option(inputs, goal, gpus) for gpus in tried]
     best = action.best_option(options, goal)

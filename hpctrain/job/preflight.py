@@ -1,6 +1,7 @@
 """Look at everything that would end a run in the queue or at its start: one list of checks.
 
-`validate SPEC -p PROFILE` and `plan` show the list, `submit` refuses what fails, all at once.
+`validate SPEC -p PROFILE`, `plan`, `submit` and `submit --dry-run` take their verdict from here:
+`validate` shows the list, `plan` its end, `submit` refuses what fails, all at once.
 Belongs here: which checks there are, and in which order. Does not belong here: how data is checked
 (`input_checks`, `hpctrain.records.datasets`), planning, what nodes find when a launch begins
 (`hpctrain.supervise.preflight`, `hpctrain.train.preflight`).
@@ -32,7 +33,13 @@ from hpctrain.base.errors import (
 from hpctrain.base.units import short_bytes
 from hpctrain.job.footprint import footprint_of
 from hpctrain.job.input_checks import check_pretrained, check_samples, sidecar_notes
-from hpctrain.job.prepare import Prepared, PreparedRun, load_any_inputs
+from hpctrain.job.prepare import (
+    Prepared,
+    PreparedRun,
+    load_any_inputs,
+    load_knowledge,
+    refuse_fields,
+)
 from hpctrain.job.render.containers import run_container
 from hpctrain.job.render.environment import environment_of, login_names
 from hpctrain.job.supervisor_settings import notify_settings
@@ -87,20 +94,26 @@ def _check(subject: str, state: State, sentence: str, *problems: Problem) -> Che
 
 @dataclass(frozen=True)
 class Examined:
-    """All checks of one run; `prepared` is None if it cannot be planned, and `error` says why."""
+    """All checks of one run; `prepared` is None if it cannot be planned, and `errors` say why."""
 
     checks: tuple[Check, ...]
     prepared: PreparedRun | None = None
-    error: HpctrainError | None = None
+    errors: tuple[HpctrainError, ...] = ()
 
-    def refuse(self) -> None:
-        """Raise what planning raised if that is all, else all problems at once, if any."""
-        problems = [problem for check in self.checks for problem in check.problems]
-        own = sum(len(check.problems) for check in self.checks if check.subject == _PLAN)
-        if self.error is not None and len(problems) == own:
-            raise self.error
+    def refuse(self, *subjects: str) -> None:
+        """Raise what planning raised if that is all, else all problems at once, if any.
+
+        With `subjects` those of no other count. A run without a plan has the exit code of that in
+        any case.
+        """
+        checks = [one for one in self.checks if not subjects or one.subject in subjects]
+        problems = [problem for check in checks for problem in check.problems]
+        if len(self.errors) == 1 and all(one.subject == _PLAN for one in checks if one.problems):
+            raise self.errors[0]
         if problems:
-            raise InvalidInputError(problems)
+            error = InvalidInputError(problems)
+            error.exit_code = max([error.exit_code, *(one.exit_code for one in self.errors)])
+            raise error
 
 
 def examine(
@@ -120,27 +133,31 @@ def examine(
     except (InvalidInputError, DoesNotFitError, LimitError) as error:
         if isinstance(loaded_spec.document, TrainerRunSpec):
             raise
-        checks = (
-            _refused(error, loaded_spec),
-            *input_checks(loaded_spec, loaded_profile),
-        )
-        return Examined(checks, error=error)
+        return unplanned(error, loaded_spec, loaded_profile)
     return Examined(checks_of(prepared, runs), prepared)
 
 
-def examined(
-    spec: Path,
-    profile: str,
-    overrides: Sequence[str] = (),
-    *,
-    runs: Path,
-    template_directory: Path | None = None,
-) -> Prepared | PreparedTrainerRun:
-    """Return the run that `examine` finds nothing wrong with. Raises as `Examined.refuse`."""
-    found = examine(spec, profile, overrides, runs=runs, template_directory=template_directory)
-    found.refuse()
-    assert isinstance(found.prepared, Prepared | PreparedTrainerRun)
-    return found.prepared
+def unplanned(
+    error: HpctrainError, spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]
+) -> Examined:
+    """Check a run that cannot be planned or rendered; `error` says why.
+
+    What the trainer lacks and what has no layout are found one without the other, and told at once.
+    """
+    errors = [error]
+    try:
+        if isinstance(error, RefusedPlanError):
+            refuse_fields(spec, profile)
+        else:
+            from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
+            with spec.placing():
+                make_plan(spec.document, profile.document, load_knowledge(profile))
+    except (InvalidInputError, RefusedPlanError) as other:
+        if str(other) != str(error):
+            errors.append(other)
+    checks = (*(_refused(one, spec) for one in errors), *input_checks(spec, profile))
+    return Examined(checks, errors=tuple(errors))
 
 
 def checks_of(
@@ -214,7 +231,7 @@ def _trainer_checks(prepared: PreparedTrainerRun, runs: Path) -> tuple[Check, ..
         *_image(container),
         *_channels(prepared.spec, profile),
         *_unset(prepared),
-        *_room(runs),
+        *_room(prepared, runs),
         *_watch(prepared, runs),
     )
 
@@ -455,8 +472,19 @@ def _watch(prepared: PreparedRun, runs: Path) -> Iterator[Check]:
         yield _check("notify", "limited", words)
 
 
-def _room(runs: Path) -> Iterator[Check]:
-    """Find that the directory of runs cannot be made, or cannot be asked for what it has left."""
+def _room(prepared: PreparedRun, runs: Path) -> Iterator[Check]:
+    """Find that the directory of runs cannot be made, or cannot be asked for what it has left.
+
+    The disk of a machine that has no shared file system of the profile is not the run's: whoever
+    plans for another place has it.
+    """
+    profile = prepared.profile.document
+    shared = [one.path for one in profile.filesystems if one.kind != "local"]
+    if shared and not any(map(os.path.isdir, shared)):
+        there = " or ".join(dict.fromkeys(shared))
+        words = f"this machine has no {there} of {profile.name}: not looked for"
+        yield _check("space", "unknown", words)
+        return
     left = directory_facts(runs)
     if left.free_bytes is None or left.free_inodes is None:
         yield _check("space", "unknown", f"{runs} cannot be asked for what it has left")
@@ -471,7 +499,7 @@ def _room(runs: Path) -> Iterator[Check]:
 
 def _space(prepared: Prepared, runs: Path) -> Check:
     """Compare what the run keeps with what its file system has left."""
-    missing = next(_room(runs), None)
+    missing = next(_room(prepared, runs), None)
     if missing is not None:
         return missing
     left = directory_facts(runs)

@@ -25,7 +25,12 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config
 from hpctrain.engines.training import TrainConfig, speed_check_config
 from hpctrain.job.render.containers import container_problems
-from hpctrain.job.render.environment import SetupFile, environment_of, submit_variables
+from hpctrain.job.render.environment import (
+    SetupFile,
+    environment_of,
+    submit_variables,
+    variable_problems,
+)
 from hpctrain.job.render.evaluation_script import evaluation_problems, evaluation_script
 from hpctrain.job.render.script import (
     TEMPLATE,
@@ -377,10 +382,35 @@ def _holds(learned: SiteLearning, constants: str, uncertainty: Uncertainty | Non
 
 def refuse_untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> None:
     """Raise InvalidInputError for fields that hpctrain can plan but not train, each with why."""
+    if problems := _untrainable(spec, found):
+        raise InvalidInputError(problems)
+
+
+def _untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> list[Problem]:
     hint = "`hpctrain plan` can plan it; to submit, change this field"
-    problems = [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
+    return [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
+
+
+def refuse_fields(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> None:
+    """Raise InvalidInputError for fields that the trainer or jobs of the site do not take."""
+    problems = _untrainable(spec, untrainable_fields(spec.document)) + untaken(spec, profile)
     if problems:
         raise InvalidInputError(problems)
+
+
+def untaken(
+    spec: Loaded[RunSpec] | Loaded[TrainerRunSpec], profile: Loaded[ClusterProfile]
+) -> list[Problem]:
+    """List what containers of the site lack, and variables that a job does not take."""
+    document, site = spec.document, profile.document
+    lacking = [
+        spec.problem(path, f"`{path}`: {text}", hint)
+        for path, text, hint in container_problems(document, site)
+    ]
+    return lacking + [
+        (spec if of_spec else profile).problem(field, message, "remove it")
+        for of_spec, field, message in variable_problems(document.environment, site)
+    ]
 
 
 def prepare(
@@ -412,15 +442,7 @@ def _prepared(
     from hpctrain.plan.request import PlanRequest
 
     document, site = loaded_spec.document, loaded_profile.document
-    refuse_untrainable(loaded_spec, untrainable_fields(document))
-    impossible = container_problems(document, site)
-    if impossible:
-        raise InvalidInputError(
-            [
-                loaded_spec.problem(path, f"`{path}`: {text}", hint)
-                for path, text, hint in impossible
-            ]
-        )
+    refuse_fields(loaded_spec, loaded_profile)
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, untrainable_layout(plan))

@@ -31,8 +31,9 @@ from hpctrain.job.prepare import (
     setup_file,
     site_templates,
     templates_digest,
+    untaken,
 )
-from hpctrain.job.render.containers import container_problems, run_container
+from hpctrain.job.render.containers import run_container
 from hpctrain.job.render.environment import environment_of
 from hpctrain.job.render.job_options import continuation_sentence
 from hpctrain.job.render.script import (
@@ -169,11 +170,7 @@ def prepare_trainer(
     Raises InvalidInputError, LimitError.
     """
     document, site = spec.document, profile.document
-    impossible = container_problems(document, site)
-    if impossible:
-        problems = [
-            spec.problem(path, f"`{path}`: {text}", hint) for path, text, hint in impossible
-        ]
+    if problems := untaken(spec, profile):
         raise InvalidInputError(problems)
     with spec.placing():
         plan = plan_trainer(document, site)

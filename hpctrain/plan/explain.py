@@ -15,13 +15,14 @@ from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of, uses_flash_attention
 from hpctrain.plan.cost.memory import host_bytes
 from hpctrain.plan.cost.prediction import TIGHT_SHARE, candidate_peak
-from hpctrain.plan.divisors import divisors
+from hpctrain.plan.divisors import divisors, or_list
 from hpctrain.plan.documents import RECOMPUTES, Goal, MemoryBreakdown, Plan
 from hpctrain.plan.mesh.candidate import LOW_BUBBLE, Candidate, bubble_fraction, columns_of
 from hpctrain.plan.mesh.placement import stays_inside
 from hpctrain.plan.model.number_formats import recipe_of
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Rivals, comfortable
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
 
 _BEST: dict[Goal, str] = {
     "time": "The best by predicted time",
@@ -184,6 +185,13 @@ def warnings(request: PlanRequest, candidate: Candidate, plan: Plan) -> Iterator
     if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
         yield f"Optimizer state is not sharded: {replicas} GPUs hold the same copy."
+    core = spec.engine.abilities.model_classes == MEGATRON_CORE
+    if not spec.model.takes_fused_attention(pads=not core):
+        sizes = {spec.model.query_key_size, spec.model.value_size}
+        yield (
+            f"No fused kernel takes heads of {or_list(sorted(sizes))} (head_dim): scores of every "
+            "pair of tokens are written to memory. Multiples of 8 up to 256 have one."
+        )
     if spec.model.key_value_heads < layout.tp:
         yield (
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "

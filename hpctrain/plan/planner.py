@@ -49,6 +49,7 @@ from hpctrain.plan.search.layouts import Found, preferred, rivals, search
 from hpctrain.plan.search.space import freedom_of, hint_freedom
 from hpctrain.plan.uncertainty.intervals import certainty_of
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
+from hpctrain.spec.families.settings import unknown_note
 from hpctrain.spec.profile import ClusterProfile, profile_remarks
 from hpctrain.spec.run import RunSpec
 
@@ -277,7 +278,12 @@ def _assemble(found: Found, row: int) -> Plan:
     )
     why = reasons(request, candidate, plan, rivals(found, row))
     remarks = (f"{remark}." for _, remark in profile_remarks(profile))
-    known = (*island_warnings(nodes, profile), *untrainable(spec), *remarks)
+    known = (
+        *island_warnings(nodes, profile),
+        *untrainable(spec),
+        *filter(None, (unknown_note(model),)),
+        *remarks,
+    )
     return plan.model_copy(
         update={
             "reasons": (*why, *ordered.reasons),

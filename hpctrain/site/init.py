@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from pydantic import ValidationError
-
-from hpctrain.base.errors import InvalidInputError, Problem, UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.base.units import short_bytes
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
-from hpctrain.spec.families import family_of, read_config
-from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.fields import did_you_mean
-from hpctrain.spec.loader import load_adapter, load_presets
+from hpctrain.spec.loader import load_adapter, load_model, load_presets
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.open_questions import ASK
 
@@ -47,6 +43,8 @@ _GPT3 = (
     (60e9, 2e6, 1e-4),
     (math.inf, 3.2e6, 0.6e-4),
 )
+# Parameters above which an engine that shards is proposed: at 16 bytes of training state, 16 GB.
+MOST_ON_ONE_GPU = 1e9
 _FINE_TUNING_TOKENS = 1e9
 _FINE_TUNING_RATE = 2e-5  # Touvron et al. 2023 (arXiv 2307.09288), section 3.1
 # A short budget takes smaller batches than these, for the sake of so many steps.
@@ -56,13 +54,14 @@ _IMAGE_STEPS, _IMAGE_BATCH, _IMAGE_RATE = 10_000, 1024, 1e-3
 
 @dataclass(frozen=True)
 class Model:
-    """What a first spec says of its model. `text`: the YAML of `model`."""
+    """What a first spec says of its model. `text`: the YAML of `model`, `config`: a file."""
 
     name: str
     text: str
     about: str
     shape: ModelSpec
     pretrained: bool = False
+    config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,18 @@ class Wishes:
     name: str | None = None
 
 
-def named_model(name: str) -> Model:
+def named_model(name: str, beside: Path = Path()) -> Model:
     """Return a published model, or the one that a directory of Hugging Face describes.
+
+    `beside`: the directory of the spec, from which it names a config.json.
 
     Raises UsageError for an unknown name, InvalidInputError for a directory without a config.json
     that hpctrain understands.
     """
     path = Path(name)
     if path.name == "config.json" or path.is_dir():
-        return _described_model(path if path.name == "config.json" else path / "config.json")
+        file = path if path.name == "config.json" else path / "config.json"
+        return _described_model(file, beside)
     found = load_presets().named(name)
     if found is None:
         names = [one.name for one in load_presets().presets]
@@ -97,28 +99,12 @@ def named_model(name: str) -> Model:
     return Model(found.name, found.name, f"{found.source}: {_summary(shape)}", shape)
 
 
-def _described_model(path: Path) -> Model:
-    try:
-        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problem = Problem(f"cannot be read: {error}", str(path))
-        raise InvalidInputError([problem]) from None
-    family = family_of(config) if isinstance(config, dict) else None
-    if family is None:
-        kind = config.get("model_type") if isinstance(config, dict) else None
-        message = f"hpctrain does not train models of type {kind}"
-        raise InvalidInputError([Problem(message, str(path))])
-    reading = read_config(config, family)
-    longest = reading.fields.get("max_seq")
-    seq = min(LONGEST_SEQ, longest) if isinstance(longest, int) else LONGEST_SEQ
-    try:
-        shape = ModelSpec.model_validate({"seq": seq, **reading.fields})
-    except ValidationError as error:
-        problems = [Problem(one, str(path)) for one in unusable(error, reading.names)]
-        raise InvalidInputError(problems) from None
+def _described_model(path: Path, beside: Path) -> Model:
+    shape = load_model(path, LONGEST_SEQ)
+    longest, seq = shape.max_seq, shape.seq
     with_weights = any(path.parent.glob("*.safetensors"))
     lines = [f"pretrained: {_scalar(str(path.parent))}"] if with_weights else []
-    lines.append(f"config: {_scalar(str(path))}")
+    lines.append(f"config: {_scalar(os.path.relpath(path, beside).replace('$', '$$'))}")
     if not shape.reads_images:
         made_for = "" if longest in (None, seq) else f"  # the model is made for {longest:,}"
         lines.append(f"seq: {seq}{made_for}")
@@ -126,7 +112,8 @@ def _described_model(path: Path) -> Model:
     name = "".join(
         char for char in path.absolute().parent.name.lower() if char.isalnum() or char in "-."
     )
-    return Model(name or "model", text, f"{path}: {_summary(shape)}", shape, with_weights)
+    about = f"{path}: {_summary(shape)}"
+    return Model(name or "model", text, about, shape, with_weights, str(path.absolute()))
 
 
 def trainer_text(name: str, run: str, gpus: int) -> str:
@@ -194,10 +181,11 @@ def spec_text(wishes: Wishes) -> str:
 def fitting_gpus(wishes: Wishes, profile: str) -> int:
     """Double the GPUs of `wishes` until their spec plans; unchanged where no number helps."""
     with TemporaryDirectory() as directory:
-        file, gpus = Path(directory, "spec.yaml"), wishes.gpus
+        file, gpus, config = Path(directory, "spec.yaml"), wishes.gpus, wishes.model.config
+        place = [] if config is None else [f"model.config={_scalar(config.replace('$', '$$'))}"]
         while True:
             file.write_text(spec_text(replace(wishes, gpus=gpus)), encoding="utf-8")
-            inputs = load(file, profile)
+            inputs = load(file, profile, place)
             # of runs that last longer than nothing, no forecast is made
             if plan_option(inputs, "time", before_seconds=0).plan is not None:
                 return gpus
@@ -285,10 +273,11 @@ def _images(wishes: Wishes) -> Iterator[str]:
 
 
 def _default_engine(model: Model) -> str | None:
-    """Choose an engine that shards, for weights of Hugging Face, else the plainest one.
+    """Choose an engine that shards, for weights and for large models, else the plainest one.
 
     None where the default engine trains the model.
     """
+    sharded = model.pretrained or total_parameters(model.shape) > MOST_ON_ONE_GPU
     able = [
         one
         for one in ENGINES.values()
@@ -298,7 +287,7 @@ def _default_engine(model: Model) -> str | None:
         able = [one for one in able if one.weights == "hugging_face" and one.shards]
     elif any(one.name == DEFAULT_ENGINE for one in able):
         return None
-    return min(able, key=lambda one: (one.shards and not model.pretrained, len(one.axes))).name
+    return min(able, key=lambda one: (one.shards is not sharded, len(one.axes))).name
 
 
 def _power_of_two(wanted: float, gpus: int) -> int:

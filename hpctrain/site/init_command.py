@@ -57,6 +57,7 @@ def init(
       hpctrain init my.yaml --trainer hf
     """
     from hpctrain.site.init import Wishes, named_model, spec_text, trainer_text
+    from hpctrain.spec.families.settings import unknown_note
 
     if listed:
         _list_models()
@@ -83,7 +84,9 @@ def init(
         if not asking:
             raise click.UsageError("give a --model (`hpctrain init --list`), or use a terminal")
         model = click.prompt("Model (a name of `hpctrain init --list`, or a directory)", err=True)
-    chosen = named_model(model)
+    chosen = named_model(model, file.parent if file is not None else Path())
+    if note := unknown_note(chosen.shape):
+        say(note)
     if data is None and asking:
         answer = click.prompt(
             "Data (prefix of .bin and .idx; empty: made-up data, for a trial)",

@@ -16,6 +16,7 @@ from hpctrain.spec.document import Document
 
 # Far above any model, and low enough that counting layers and divisors ends at once.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 10_000_000
+MOST_TOKENS = 1_000_000_000
 
 # What mixes the tokens of one layer; `mlp` and `moe` stand where a layer is an MLP alone.
 Mixer = Literal["full", "window", "chunk", "linear", "mamba", "mlp", "moe"]
@@ -25,10 +26,16 @@ class AttentionSpec(Document):
     """How heads attend, beside their number and size."""
 
     window: int | None = Field(
-        None, ge=1, description="Tokens that a `window` layer looks back to (sliding window)"
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Tokens that a `window` layer looks back to (sliding window)",
     )
     chunk: int | None = Field(
-        None, ge=1, description="Tokens of a chunk, in which a `chunk` layer stays (Llama 4)"
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Tokens of a chunk, in which a `chunk` layer stays (Llama 4)",
     )
     qk_norm: Literal["head", "head_turned", "each_head", "width", "l2"] | None = Field(
         None,
@@ -62,7 +69,7 @@ class RopeScaling(Document):
     )
     factor: float = Field(1.0, ge=1, description="Longer by")
     original_seq: int | None = Field(
-        None, ge=1, description="Length before (original_max_position_embeddings)"
+        None, ge=1, le=MOST_TOKENS, description="Length before (original_max_position_embeddings)"
     )
     low_freq_factor: float | None = Field(None, gt=0, description="llama3")
     high_freq_factor: float | None = Field(None, gt=0, description="llama3")
@@ -146,22 +153,30 @@ class MoeSpec(Document):
 class MlaSpec(Document):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    q_rank: int | None = Field(None, ge=1, description="Rank of the query projection; absent: full")
-    kv_rank: int = Field(ge=1, description="Rank of the joint key/value projection")
-    nope_dim: int = Field(128, ge=1, description="Head size of query and key without positions")
-    rope_dim: int = Field(64, ge=1, description="Head size that carries the rotary positions")
-    value_dim: int = Field(128, ge=1, description="Head size of the values")
+    q_rank: int | None = Field(
+        None, ge=1, le=MOST_WIDTH, description="Rank of the query projection; absent: full"
+    )
+    kv_rank: int = Field(ge=1, le=MOST_WIDTH, description="Rank of the joint key/value projection")
+    nope_dim: int = Field(
+        128, ge=1, le=MOST_WIDTH, description="Head size of query and key without positions"
+    )
+    rope_dim: int = Field(
+        64, ge=1, le=MOST_WIDTH, description="Head size that carries the rotary positions"
+    )
+    value_dim: int = Field(128, ge=1, le=MOST_WIDTH, description="Head size of the values")
 
 
 class MambaSpec(Document):
     """A Mamba-2 block (Dao and Gu 2024, arXiv 2405.21060)."""
 
     heads: int = Field(ge=1, le=MOST_HEADS, description="Heads of the scan")
-    head_dim: int = Field(64, ge=1, description="Channels of a head")
-    state: int = Field(128, ge=1, description="State of a channel (N)")
-    groups: int = Field(1, ge=1, description="Groups of heads that share B and C")
-    conv: int = Field(4, ge=1, description="Width of the convolution")
-    chunk: int = Field(256, ge=1, description="Tokens that are computed as one product")
+    head_dim: int = Field(64, ge=1, le=MOST_WIDTH, description="Channels of a head")
+    state: int = Field(128, ge=1, le=MOST_WIDTH, description="State of a channel (N)")
+    groups: int = Field(1, ge=1, le=MOST_WIDTH, description="Groups of heads that share B and C")
+    conv: int = Field(4, ge=1, le=MOST_WIDTH, description="Width of the convolution")
+    chunk: int = Field(
+        256, ge=1, le=MOST_WIDTH, description="Tokens that are computed as one product"
+    )
     conv_bias: bool = Field(True, description="The convolution has a bias")
     bias: bool = Field(False, description="The projections have biases")
 
@@ -177,6 +192,8 @@ class LinearSpec(Document):
     kind: Literal["gated_delta", "lightning"] = Field(description="What updates the state")
     key_heads: int = Field(ge=1, le=MOST_HEADS, description="Heads of queries and keys")
     value_heads: int = Field(ge=1, le=MOST_HEADS, description="Heads of values")
-    key_dim: int = Field(ge=1, description="Size of a head of queries and keys")
-    value_dim: int = Field(ge=1, description="Size of a head of values")
-    conv: int | None = Field(None, ge=1, description="Width of the convolution; absent: none")
+    key_dim: int = Field(ge=1, le=MOST_WIDTH, description="Size of a head of queries and keys")
+    value_dim: int = Field(ge=1, le=MOST_WIDTH, description="Size of a head of values")
+    conv: int | None = Field(
+        None, ge=1, le=MOST_WIDTH, description="Width of the convolution; absent: none"
+    )

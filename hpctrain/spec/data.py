@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.job_text import SubmitText
@@ -65,7 +65,7 @@ class DataSpec(Document):
     )
     split: str = Field(
         _SPLIT,
-        pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$",
+        pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){2}$",
         description="Shares of training, validation and test: of documents, or of samples",
     )
     validation: SubmitText | None = Field(
@@ -124,6 +124,13 @@ class DataSpec(Document):
                 "open on each node for each image: prepare them as `arrays`"
             )
         return self
+
+    @field_validator("split")
+    @classmethod
+    def _trains_on_some(cls, split: str) -> str:
+        if float(split.partition(",")[0]) == 0:
+            raise ValueError("the first share is that of training, and nothing is left for it")
+        return split
 
     @model_validator(mode="after")
     def _colors_make_sense(self) -> Self:

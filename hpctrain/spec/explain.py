@@ -84,7 +84,7 @@ _PATTERNS = {
         "expected the type in Slurm's GRES alone, such as `a100_3g.20gb` of `gpu:a100_3g.20gb:2`"
     ),
     r"^[^\x00-\x1f]+$": "expected text of one line",
-    r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$": "expected three shares such as `98,2,0`",
+    r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){2}$": "expected three shares such as `98,2,0`",
 }
 
 
@@ -168,6 +168,10 @@ def _problem(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Pa
         if isinstance(wrong := context["error"], Contradiction):
             return _at(parsed, wrong.path, str(wrong), wrong.hint)
         hint = getattr(wrong, "hint", hint)
+        # a contradiction within a section begins with its field, which may be read from elsewhere
+        named = (*path, *str(wrong).partition(" ")[0].split("."))
+        if named in parsed.names:
+            return _at(parsed, named, str(wrong), hint)
         return _at(parsed, path, str(wrong), hint, key=isinstance(value, dict))
     expected = f"expected {_EXPECTED.get(kind, 'another value')}"
     if kind in _LIMITS:
@@ -250,7 +254,8 @@ def _at(
     parsed: Parsed, path: Path, message: str, hint: str | None = None, *, key: bool = False
 ) -> Problem:
     place = parsed.nearest_place(path, key=key) or SourcePlace("")
-    return place.problem(f"`{dotted(path)}`: {message}" if path else message, hint)
+    name = parsed.names.get(path) or dotted(path)
+    return place.problem(f"`{name}`: {message}" if path else message, hint)
 
 
 # -- Hints for keys that people write and that stand elsewhere or have another name here --------

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from hpctrain.spec.calibration import Calibration, ServingCalibration, Uncertainty
     from hpctrain.spec.catalogue import GpuCatalogue, ModelPresets
+    from hpctrain.spec.model import ModelSpec
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.reference import Kind
     from hpctrain.spec.run import RunSpec
@@ -133,6 +134,26 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
 
         expand_config(parsed, Path(path).parent)
     return _validated(RunSpec, parsed, _shown_name(path))
+
+
+def load_model(path: Path, most_tokens: int) -> ModelSpec:
+    """Read a `config.json` as the model of a spec whose samples have `most_tokens` at most.
+
+    Raises InvalidInputError with all problems, at their places in that file.
+    """
+    from hpctrain.spec.families.expand import expand_config
+    from hpctrain.spec.model import ModelAlone
+
+    start = SourcePlace(str(path), 1, 1)
+    where = str(path).replace("$", "$$")
+    parsed = Parsed({"model": {"config": where}}, values={("model", "config"): start, (): start})
+    expand_config(parsed, Path())
+    model = parsed.data["model"]
+    if model.get("family") not in ("vit", "resnet"):  # their images say it
+        limit = model.get("max_seq")
+        fits = isinstance(limit, int) and 1 < limit < most_tokens
+        model["seq"] = limit if fits else most_tokens
+    return _validated(ModelAlone, parsed, str(path)).document.model
 
 
 def load_any_run_spec(

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from hpctrain.spec.architecture import (
     MOST_HEADS,
     MOST_LAYERS,
+    MOST_TOKENS,
     MOST_WIDTH,
     AttentionSpec,
     LinearSpec,
@@ -36,7 +37,7 @@ from hpctrain.spec.job_text import SubmitText
 RESNET_FEATURES = {18: 512, 34: 512, 50: 2048, 101: 2048, 152: 2048}
 RESNET_STRIDE = 32  # pixels of the image for one position of the last feature map
 
-MOST_TOKENS, MOST_PIXELS = 1_000_000_000, 65_536
+MOST_PIXELS = 65_536
 
 # Of an MLP; those in GATED have a third matrix, whose product is activated and multiplied.
 Activation = Literal[
@@ -150,7 +151,10 @@ class ModelSpec(Document):
         None, description="llama: rope, others: learned"
     )
     position_offset: int = Field(
-        0, ge=0, description="First rows of learned positions that no token has (OPT: 2)"
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="First rows of learned positions that no token has (OPT: 2)",
     )
     rope_base: float = Field(10000, ge=1, description="Base of the rotary angles (theta)")
     rope: RopeSpec | None = Field(None, description="More about rotary positions; absent: plain")
@@ -180,7 +184,7 @@ class ModelSpec(Document):
     bidirectional: bool = Field(
         False, description="Every token sees all others: an encoder (BERT, ViT)"
     )
-    segments: int = Field(0, ge=0, description="Embeddings of segments; bert: 2")
+    segments: int = Field(0, ge=0, le=MOST_WIDTH, description="Embeddings of segments; bert: 2")
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
     pattern: tuple[Mixer, ...] = Field(
         (),
@@ -259,6 +263,21 @@ class ModelSpec(Document):
         """Head size of values and of the output of attention."""
         return self.mla.value_dim if self.mla else self.head_size
 
+    def takes_fused_attention(self, *, pads: bool = False) -> bool:
+        """Whether kernels that keep no scores in memory take its heads.
+
+        Multiples of 8, 256 at most (TransformerEngine, dot_product_attention/utils.py,
+        get_attention_backend). PyTorch `pads` smaller ones, and has a kernel for larger multiples
+        (aten/native/transformers: attention.cpp, cuda/sdp_utils.cpp).
+        """
+        sizes: tuple[int, ...] = (self.query_key_size, self.value_size)
+        without = self.pattern and not {"full", "window", "chunk"} & {*self.pattern}
+        if without or self.family == "resnet":
+            sizes = ()
+        if pads:
+            return all(size <= 256 or size % 8 == 0 for size in sizes)
+        return all(size <= 256 and size % 8 == 0 for size in sizes)
+
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate projection (three matrices instead of two)."""
@@ -327,6 +346,12 @@ class ModelSpec(Document):
     def has_mlp(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has a dense MLP."""
         return self.kinds[layer].mlp
+
+
+class ModelAlone(Document):
+    """The section `model` of a spec without the others, as a config.json makes one."""
+
+    model: ModelSpec
 
 
 def _tuples(value: Any) -> Any:

@@ -216,13 +216,17 @@ class Node:
 
 @dataclass
 class Parsed:
-    """The document as plain values. `broken` are paths whose problem is already reported."""
+    """The document as plain values. `broken` are paths whose problem is already reported.
+
+    `names`: how a value is called where it stands, if that is no field of the document.
+    """
 
     data: Any = None
     keys: dict[Path, SourcePlace] = field(default_factory=dict)
     values: dict[Path, SourcePlace] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
+    names: dict[Path, str] = field(default_factory=dict)
 
     def nearest_place(self, path: Path, *, key: bool = False) -> SourcePlace | None:
         """Find the place of the value (or key) at `path`, or of its closest parent that has one."""

@@ -593,6 +593,17 @@ class RunSpec(Document):
         return self
 
     @model_validator(mode="after")
+    def _evaluates_on_some(self) -> Self:
+        data = self.data
+        share = float(data.split.split(",")[1])
+        if self.evaluation.every_steps and data.sources and not data.validation and share == 0:
+            message = f"{data.split} leaves nothing for the evaluation of every "
+            message += f"{self.evaluation.every_steps} steps (`evaluation.every_steps`)"
+            hint = "the second share is that of validation; or remove `evaluation.every_steps`"
+            raise Contradiction(("data", "split"), message, hint)
+        return self
+
+    @model_validator(mode="after")
     def _images_are_no_text(self) -> Self:
         family = self.model.family
         if self.model.reads_images and self.budget.tokens is not None:

@@ -17,9 +17,10 @@ from hpctrain.job.prepare import (
     load_inputs,
     load_knowledge,
     prepare,
+    refuse_fields,
     refuse_untrainable,
 )
-from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
+from hpctrain.plan.abilities.trainable import untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import gpu_price
 from hpctrain.spec.loader import Loaded
@@ -96,7 +97,7 @@ def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecor
         own = None
         try:
             own, site = load_inputs(subject.spec, subject.profile, _overrides(subject, variant))
-            refuse_untrainable(own, untrainable_fields(own.document))
+            refuse_fields(own, site)
             plan = make_plan(own.document, site.document, load_knowledge(site))
             refuse_untrainable(own, untrainable_layout(plan))
             trials.append(trial_record(variant, own.document, predicted=predicted_of(plan)))

@@ -84,7 +84,7 @@ def test_footprint(golden: Golden, here: Path) -> None:
     strict = hpctrain("footprint", *example, str(profile))
     assert strict.exit_code == 4
     submitted = hpctrain("submit", *example, str(profile), "--dry-run")
-    assert submitted.exit_code == 0
+    assert submitted.exit_code == 3, "its data is not here"
     assert submitted.stdout.startswith("#!/bin/bash"), "warnings do not belong into the script"
     warnings = [line for line in submitted.stderr.splitlines() if line.startswith("warning: ")]
     texts = [strict.stderr, *warnings]

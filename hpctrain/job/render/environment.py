@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
 from hpctrain.job.render.containers import has_amd_gpus, run_container
 from hpctrain.job.render.job_options import srun_options
@@ -210,6 +209,24 @@ _SRUN_SETTINGS = frozenset(
     {"SLURM_ACCEL_BIND", "SLURM_CPU_BIND", "SLURM_CPU_FREQ_REQ", "SLURM_GPU_BIND"}
     | {"SLURM_HINT", "SLURM_MEM_BIND", "SLURM_NETWORK", "SLURM_THREADS_PER_CORE"}
 )
+# What ranks have whatever a document says, and whose choice it is; a test finds them in the code.
+_OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+OWN_VARIABLES: Mapping[str, str] = {
+    "MASTER_ADDR": "each launch sets it, in the form of `network.master_address` of the profile",
+    "MASTER_PORT": "each launch sets it, to one of `network.ports` of the profile",
+    "CUDA_VISIBLE_DEVICES": "each rank has the GPUs that Slurm gives it",
+    "RAY_ADDRESS": "it is that of the Ray that the job starts",
+    **dict.fromkeys(_OF_RANKS, "each rank has its own, by its place in the job"),
+}
+FIXED_VARIABLES: Mapping[str, tuple[str, str]] = {
+    "HF_HUB_OFFLINE": ("1", "for nothing is downloaded while a job runs"),
+    "TRANSFORMERS_OFFLINE": ("1", "for nothing is downloaded while a job runs"),
+    "NCCL_GRAPH_REGISTER": ("0", "without which CUDA graphs fail"),
+}
 # srun(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would be read as one of
 # these words.
 _EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
@@ -223,6 +240,9 @@ class Variable:
     value: str
     reason: str
     prepend: bool = False
+
+
+_UNBUFFERED = Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written")
 
 
 @dataclass(frozen=True)
@@ -427,7 +447,7 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
     return (
         *(variable for name, variable in site.items() if name not in own),
         *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
-        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
+        *(() if _UNBUFFERED.name in own else (_UNBUFFERED,)),
     )
 
 
@@ -463,20 +483,45 @@ def site_variables(
     return site
 
 
-def check_variables(names: Iterable[str], *, site: bool = False) -> None:
-    """Raise InvalidInputError for names that bash or Slurm would not take as a variable."""
-    problems = []
-    for name in names:
-        if name in _READ_ONLY:
-            reason = "it is read-only in bash"
-        elif name.upper() in _EXPORT_WORDS:
-            reason = "sbatch and srun read it as a word of `--export`"
-        elif site and name in _SRUN_SETTINGS:
-            continue
-        elif name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
-            reason = "Slurm and hpctrain set these themselves"
-        else:
-            continue
-        problems.append(Problem(f"environment: `{name}` cannot be set in a job script: {reason}"))
-    if problems:
-        raise InvalidInputError(problems)
+def variable_problems(
+    own: EnvironmentSpec, profile: ClusterProfile
+) -> Iterator[tuple[bool, str, str]]:
+    """List names that bash, Slurm or hpctrain would not take as a variable.
+
+    Yields whether it is of the spec, else of the profile; the field; and the message.
+    """
+    inherited = (
+        *((True, "environment", name) for name in own.inherit),
+        *((False, "slurm", name) for name in profile.slurm.inherit),
+    )
+    named: list[tuple[bool, str, str, str | None]] = [
+        *(
+            (True, f"environment.variables.{name}", name, text)
+            for name, text in own.variables.items()
+        ),
+        *((of_spec, f"{section}.inherit", name, None) for of_spec, section, name in inherited),
+        *(
+            (False, f"environment[{number}].name", one.name, one.value)
+            for number, one in enumerate(profile.environment)
+        ),
+    ]
+    for of_spec, field, name, value in named:
+        reason = _reserved(name, value, site=field.startswith("environment["))
+        if reason is not None:
+            yield of_spec, field, f"`{field}`: `{name}` cannot be set in a job script: {reason}"
+
+
+def _reserved(name: str, value: str | None, *, site: bool) -> str | None:
+    """Say why a variable cannot be set; None if it can, or would have the value that it gets."""
+    if name in _READ_ONLY:
+        return "it is read-only in bash"
+    if name.upper() in _EXPORT_WORDS:
+        return "sbatch and srun read it as a word of `--export`"
+    if site and name in _SRUN_SETTINGS:
+        return None
+    if name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
+        return "Slurm and hpctrain set these themselves"
+    if name in FIXED_VARIABLES and value is not None:
+        fixed, reason = FIXED_VARIABLES[name]
+        return None if value == fixed else f"it is {fixed} in ranks, {reason}"
+    return OWN_VARIABLES.get(name)

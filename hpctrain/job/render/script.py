@@ -23,11 +23,11 @@ from hpctrain.job.render.containers import container_words, run_container
 from hpctrain.job.render.environment import (
     JobEnvironment,
     SetupFile,
-    check_variables,
     environment_of,
     inheritance_problems,
     inherited_names,
     per_rank_variables,
+    variable_problems,
 )
 from hpctrain.job.render.job_options import (
     cancel_waiting,
@@ -284,9 +284,8 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     python = profile.software.interpreter(facts.python)
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    check_variables((*spec.environment.variables, *inherited_names(job)))
-    check_variables((variable.name for variable in profile.environment), site=True)
     contradictions = [
+        *(message for _, _, message in variable_problems(spec.environment, profile)),
         *continuation_problems(profile, job.partition),
         *inheritance_problems(job),
         *memory_problems(job),

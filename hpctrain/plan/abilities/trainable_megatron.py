@@ -224,6 +224,10 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for field, given in (("lora", spec.lora), ("task", None if learned else spec.learned_task)):
         if given is not None:
             yield field, f"{spec.engine.name} trains whole models from tokens: no `{field}`"
+    if spec.parallel != "auto" and spec.parallel.cp > 1 and untrainable_axes(spec):
+        sizes = f"{spec.model.query_key_size} and {spec.model.value_size}"
+        message = "only fused kernels of attention divide a sequence, and they take heads of "
+        yield "parallel.cp", f"{message}multiples of 8 up to 256, not of {sizes}: say 1"
     if bert and spec.model.pretrained is not None:
         yield "model.pretrained", "hpctrain converts no BERT to megatron-core"
     if bert and spec.parallel != "auto" and spec.parallel.cp > 1:
@@ -238,6 +242,15 @@ def _unknown_names(model: ModelSpec) -> Iterator[tuple[str, str]]:
     for name, value in read_config(model.config, family).unknown:
         message = f"{name} is {value}, which megatron-core is not told: remove it, or train by fsdp"
         yield "model.config", message
+
+
+def untrainable_axes(spec: RunSpec) -> tuple[str, ...]:
+    """Name the axes by which this model is not split.
+
+    TransformerEngine's attention that is not fused does not know context parallelism
+    (dot_product_attention/utils.py, get_attention_backend).
+    """
+    return () if spec.model.takes_fused_attention() else ("cp",)
 
 
 def _untrainable_options(spec: RunSpec) -> Iterator[tuple[str, str]]:

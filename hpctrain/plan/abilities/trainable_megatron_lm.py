@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from hpctrain.plan.abilities import trainable_megatron
 from hpctrain.spec.run import RunSpec
 
+untrainable_axes = trainable_megatron.untrainable_axes
+
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted path of the field, what Megatron-LM lacks)."""

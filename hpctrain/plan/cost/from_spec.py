@@ -540,7 +540,8 @@ def uses_flash_attention(spec: RunSpec) -> bool:
 
     `spec` is that of a `PlanRequest`, where `auto` is resolved.
     """
-    return spec.engine.implementation != "local" and spec.precision != "fp32"
+    has_kernel = spec.engine.implementation != "local" and spec.precision != "fp32"
+    return has_kernel and spec.model.takes_fused_attention()
 
 
 def _nothing(record: type) -> dict[str, float]:
@@ -619,7 +620,7 @@ def eager(spec: RunSpec) -> dict[str, float]:
         copies = (attention_products - 1 + int(model.gated)) / 2
         norm_bytes += _STREAM_BYTES + _COPY_BYTES * copies
     return dict(
-        flash=1.0,
+        flash=float(model.takes_fused_attention(pads=True)),
         gate_copy=1.0,
         logit_bytes=_LOGIT_BYTES,
         split_logit_bytes=0.0 if spec.precision == "fp32" else _SPLIT_BYTES,

@@ -19,7 +19,9 @@ from typing import Any, Literal, cast
 from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
-from hpctrain.spec.families.readers import READERS, given
+from hpctrain.spec.families.readers import READERS, UnreadableError, given
+from hpctrain.spec.fields import did_you_mean
+from hpctrain.spec.positions import shorten
 
 DIRECTORY = Path(__file__).resolve().parent
 # All files in one, which is read in a hundredth of the time; a test compares the two.
@@ -147,6 +149,18 @@ def family_of(config: Config) -> Family | None:
     return family_named(next(names, ""))
 
 
+def unknown_type(config: Config) -> tuple[str, str | None]:
+    """Say that a `config.json` is of no family, with a hint."""
+    kind = config.get("model_type")
+    if kind is None:
+        return "this is no config.json: it has no `model_type`", None
+    types = [one for values in _tables().values() for one in values.get("model_types", ())]
+    hint = did_you_mean(kind, types) if isinstance(kind, str) else None
+    known = "give the fields of `model` yourself: `hpctrain explain model`"
+    shown = _shown(kind)
+    return f"`model_type`: hpctrain does not know models of type {shown}", hint or known
+
+
 @cache
 def block_classes() -> frozenset[str]:
     """Names of the classes of repeated blocks of all families."""
@@ -230,16 +244,33 @@ def read_config(config: Config, family: Family) -> Reading:
     whole = {**_defaults(text, family), **text}
     reading = Reading(family, {"family": family.name})
     for path, row in family.fields.items():
-        put(reading.fields, path, _value(whole, row))
-        reading.names[path] = row.name
+        name = next((name for name in (row.name, *row.others) if name in text), row.name)
+        value = _value(whole, row)
+        if row.values and isinstance(text.get(name), str) and text[name] not in row.values:
+            words = " or ".join(map(_shown, row.values))
+            reading.refused.append((name, f"is {_shown(text[name])}, known here is {words}"))
+            value = None
+        put(reading.fields, path, value)
+        reading.names[path] = name
     known = {name for row in family.fields.values() for name in (row.name, *row.others, row.times)}
     known |= {*family.ignored, *family.dropouts, *family.fixed, family.section}
     for name in family.readers:
         reader = READERS[name]
         known.update(reader.names)
-        for path, value in reader.read(whole):
-            put(reading.fields, path, value)
-            reading.names[path] = reader.names[0]
+        names = [name for name in reader.names if text.get(name) is not None] or [*reader.names]
+        try:
+            for path, value in reader.read(whole):
+                put(reading.fields, path, value)
+                reading.names[path] = next(
+                    (one for one in names if text.get(one) == value), names[0]
+                )
+        except UnreadableError as error:
+            wrong = str(error)
+            reading.refused.append((wrong, f"is {_shown(text.get(wrong))}, and cannot be read"))
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
+            # a value of another type than in any file that transformers writes
+            where = next((one for one in names if not isinstance(text.get(one), dict)), names[0])
+            reading.refused.append((where, f"is {_shown(text.get(where))}, and cannot be read"))
     for name, allowed in family.fixed.items():
         if name in text and text[name] not in allowed:
             only = " or ".join(map(_shown, allowed))
@@ -328,4 +359,4 @@ def _without_empty(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value)
+    return shorten(json.dumps(value))

@@ -6,15 +6,16 @@ of loading a spec. Does not belong here: reading the values (`hpctrain.spec.fami
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.spec.families import family_names, family_of, put, read_config, value_at
-from hpctrain.spec.fields import did_you_mean
+from hpctrain.spec.families import family_of, put, read_config, unknown_type, value_at
 from hpctrain.spec.job_text import UnsetNameError, expanded_text
+from hpctrain.spec.loader import read_text
 from hpctrain.spec.positions import Parsed, SourcePlace, parse_yaml
 
 _MODEL, _CONFIG = "model", "config"
@@ -45,27 +46,26 @@ def expand_config(parsed: Parsed, directory: Path) -> None:
         return
     family = family_of(value)
     if family is None:
-        kind = value.get("model_type")
-        hint = did_you_mean(str(kind), family_names()) if kind else None
-        message = f"`model.config`: hpctrain does not know models of type {kind}"
-        if kind is None:
-            message = "`model.config`: this is no config.json: it has no `model_type`"
-        parsed.problems.append(places.get((*above, "model_type"), place).problem(message, hint))
+        where = places.get((*above, "model_type"), place)
+        parsed.problems.append(where.problem(*unknown_type(value)))
         parsed.broken.add((_MODEL,))
         return
+
+    def place_of(name: str) -> SourcePlace:
+        """Find a value: in the section of the text model, or beside it."""
+        inside = places.get((*above, str(family.section), name))
+        return inside or places.get((*above, name)) or places.get(above, place)
+
     reading = read_config(value, family)
-    for name, why in reading.refused:
-        where = places.get((*above, name), place)
-        parsed.problems.append(where.problem(f"`model.config`: {name} {why}"))
+    parsed.problems += [place_of(name).problem(f"`{name}` {why}") for name, why in reading.refused]
     given = {name: one for name, one in model.items() if name != _CONFIG}
     completed: dict[str, Any] = {_CONFIG: value}
     for path, name in {**dict.fromkeys(("family",), "model_type"), **reading.names}.items():
-        found = value_at(reading.fields, path)
-        if found is None or value_at(given, path) is not None:
+        if value_at(given, path) is not None:
             continue
+        found, key = value_at(reading.fields, path), (_MODEL, *path.split("."))
         put(completed, path, list(found) if isinstance(found, tuple) else found)
-        key = (_MODEL, *path.split("."))
-        parsed.values[key] = places.get((*above, name), place)
+        parsed.values[key], parsed.names[key] = place_of(name), name
         parsed.keys.setdefault(key, parsed.values[key])
     parsed.data[_MODEL] = _joined(completed, given)
 
@@ -85,16 +85,25 @@ def _read(text: str, directory: Path, place: SourcePlace) -> Parsed:
         path = directory / expanded_text(text, os.environ)
     except UnsetNameError as error:
         raise InvalidInputError([place.problem(f"`model.config`: {error}")]) from None
-    file = path / _NAME if path.is_dir() else path
     try:
-        content = file.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InvalidInputError([place.problem(f"`model.config`: {file}: {reason}")]) from None
-    except UnicodeDecodeError:
-        raise InvalidInputError([place.problem(f"`model.config`: {file} is no text")]) from None
+        file = path / _NAME if path.is_dir() else path
+        content = read_text(file)
+    except ValueError as error:  # a NUL in it
+        raise InvalidInputError([place.problem(f"`model.config`: {error}")]) from None
+    except InvalidInputError as error:
+        (found,) = error.problems
+        message = f"`model.config`: {found}"
+        raise InvalidInputError([place.problem(message, found.hint)]) from None
     read = parse_yaml(content, str(file))  # JSON is YAML, and its reader knows places
     if read.problems:
+        try:
+            json.loads(content)
+        except ValueError as error:  # where JSON ends to be JSON says more than where YAML does
+            if isinstance(error, json.JSONDecodeError):
+                at = SourcePlace(str(file), error.lineno, error.colno)
+                raise InvalidInputError([at.problem(f"this is no JSON: {error.msg}")]) from None
+        except RecursionError:
+            pass
         raise InvalidInputError([*read.problems])
     if not isinstance(read.data, dict):
         raise InvalidInputError(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.spec.architecture import MOST_LAYERS
+
 Config = Mapping[str, Any]
 Found = Iterator[tuple[str, Any]]
 
@@ -24,6 +26,10 @@ class Reader:
     write: Callable[[Config], dict[str, Any]] | None = None
 
 
+class UnreadableError(ValueError):
+    """A value, by its name, of which no field of `model` can be made."""
+
+
 def given(value: Any) -> bool:
     """Tell whether a value of `config.json` says something: not null, false, or empty."""
     return value is not None and value is not False and value != [] and value != {}
@@ -31,10 +37,13 @@ def given(value: Any) -> bool:
 
 def _rope(config: Config) -> Found:
     """Rotary positions; transformers 4 had them in two places, 5 has one, by type of layer."""
-    older = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise UnreadableError("rope_scaling")
+    older = {"rope_theta": config.get("rope_theta"), **scaling}
     found = config.get("rope_parameters") or older
     if not isinstance(found, dict):
-        return
+        raise UnreadableError("rope_parameters")
     if isinstance(found.get("full_attention"), dict):
         window, found = found.get("sliding_attention") or {}, found["full_attention"]
         yield "rope.window_base", window.get("rope_theta") if window != found else None
@@ -90,17 +99,41 @@ _MIXERS = {
 
 
 def shortest(pattern: list[Any]) -> tuple[Any, ...]:
-    """Return the shortest part of which a list is made by repeating it (the last time cut)."""
-    for length in range(1, len(pattern)):
-        if all(pattern[n] == pattern[n % length] for n in range(len(pattern))):
-            return tuple(pattern[:length])
-    return tuple(pattern)
+    """Return the shortest part of which a list is made by repeating it (the last time cut).
+
+    What is left is the longest beginning that the list also ends with (Knuth, Morris and Pratt).
+    """
+    ends = [0] * len(pattern)
+    for n in range(1, len(pattern)):
+        length = ends[n - 1]
+        while length and pattern[n] != pattern[length]:
+            length = ends[length - 1]
+        ends[n] = length + (pattern[n] == pattern[length])
+    return tuple(pattern[: len(pattern) - ends[-1]]) if pattern else ()
+
+
+def _counted(config: Config, name: str) -> int:
+    """Return a number of layers, 0 where there is none. Raises UnreadableError."""
+    value = config.get(name)
+    if value is None or value is False:
+        return 0
+    if not isinstance(value, int) or not 0 <= value <= MOST_LAYERS:
+        raise UnreadableError(name)
+    return int(value)
+
+
+def _listed(config: Config, name: str) -> list[Any]:
+    """Return a list, empty where there is none. Raises UnreadableError."""
+    value = config.get(name)
+    if not isinstance(value, list | None):
+        raise UnreadableError(name)
+    return value or []
 
 
 def _pattern(config: Config) -> Found:
     """The kinds of layers; where they are alike there is nothing to say."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    if isinstance(kinds, list) and kinds:
+    kinds = _listed(config, "layer_types") or _listed(config, "layers_block_type")
+    if kinds:
         mixers = [_MIXERS.get(str(kind), str(kind)) for kind in kinds]
         pattern = shortest(mixers)
         yield "pattern", pattern if pattern != ("full",) else None
@@ -126,7 +159,7 @@ def _window(config: Config) -> Found:
     if not isinstance(kinds, list) and isinstance(first, int) and isinstance(layers, int):
         if first >= layers:
             return
-        if first:
+        if first and layers <= MOST_LAYERS:
             yield "pattern", tuple("full" if n < first else "window" for n in range(layers))
     yield "attention.window", window
 
@@ -138,15 +171,17 @@ def _write_window(fields: Config) -> dict[str, Any]:
 
 def _every(config: Config) -> Found:
     """Windows by a number: of so many layers the last one sees everything."""
-    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
-    if isinstance(every, int) and every > 1 and not config.get("layer_types"):
+    if config.get("layer_types"):
+        return
+    names = ("sliding_window_pattern", "_sliding_window_pattern")
+    if (every := max(_counted(config, name) for name in names)) > 1:
         yield "pattern", (*["window"] * (every - 1), "full")
 
 
 def _interval(config: Config) -> Found:
     """Of so many layers the last one has full attention (Qwen3-Next)."""
-    every = config.get("full_attention_interval")
-    if isinstance(every, int) and every > 1 and not config.get("layer_types"):
+    every = _counted(config, "full_attention_interval")
+    if every > 1 and not config.get("layer_types"):
         yield "pattern", (*["linear"] * (every - 1), "full")
 
 
@@ -334,11 +369,11 @@ def _labels(config: Config) -> Found:
 
 def _no_rope(config: Config) -> Found:
     """Layers without positions: a list with 0 for them, or every so many (SmolLM3, Llama 4)."""
-    turned, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval")
-    if isinstance(turned, list) and turned:
+    turned, every = _listed(config, "no_rope_layers"), _counted(config, "no_rope_layer_interval")
+    if turned:
         without = shortest([not one for one in turned])
         yield "rope.without", without if any(without) else None
-    elif isinstance(every, int) and every > 1:
+    elif every > 1:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
@@ -352,10 +387,9 @@ def _no_rope_full(config: Config) -> Found:
     """Of windowed models, layers that see everything have no positions (Exaone4Attention)."""
     if not config.get("sliding_window"):
         return
-    kinds, every = config.get("layer_types"), config.get("sliding_window_pattern")
-    if isinstance(kinds, list):
+    if kinds := _listed(config, "layer_types"):
         yield "rope.without", shortest([kind == "full_attention" for kind in kinds])
-    elif isinstance(every, int) and every > 1:
+    elif (every := _counted(config, "sliding_window_pattern")) > 1:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
@@ -373,9 +407,12 @@ def _resnet(config: Config) -> Found:
     """The number of layers; other widths or blocks are no ResNet of the paper."""
     kind = config.get("layer_type", "bottleneck")
     wide = 4 if kind == "bottleneck" else 1
-    widths = list(config.get("hidden_sizes", [256, 512, 1024, 2048]))
-    if widths == [64 * 2**stage * wide for stage in range(4)]:
-        yield "layers", _BLOCKS.get((kind, tuple(config.get("depths", (3, 4, 6, 3)))))
+    if config.get("hidden_sizes", widths := [64 * 2**stage * wide for stage in range(4)]) != widths:
+        raise UnreadableError("hidden_sizes")
+    layers = _BLOCKS.get((kind, tuple(config.get("depths", (3, 4, 6, 3)))))
+    if layers is None:
+        raise UnreadableError("depths")
+    yield "layers", layers
 
 
 def _write_resnet(fields: Config) -> dict[str, Any]:
@@ -397,7 +434,7 @@ def _write_resnet(fields: Config) -> dict[str, Any]:
 READERS: Mapping[str, Reader] = {
     "rope": Reader(
         (
-            *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
+            *("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"),
             *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
         ),
         _rope,

@@ -9,23 +9,27 @@ opening files (see `hpctrain.checkpoints.staged`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from hpctrain.spec.explain import explain
 from hpctrain.spec.families import (
     Config,
     Family,
+    Reading,
     family_named,
-    family_names,
     family_of,
     read_config,
     text_config,
+    unknown_type,
     value_at,
     write_config,
 )
 from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.positions import Parsed, shorten
 
 Settings = dict[str, object]
 # What a run chooses, or what classes do not compute.
@@ -34,6 +38,7 @@ _OF_A_RUN = frozenset(
 )
 # Parts that a model has or has not.
 _PARTS = ("moe", "mla", "mamba", "linear")
+_MOST_NAMES = 8  # that one line has
 # The data already contains begin, end and padding tokens.
 _NO_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
@@ -87,8 +92,13 @@ def _read(config: Config, family: Family, model: ModelSpec) -> tuple[dict[str, A
     limit = read.get("max_seq")
     if isinstance(limit, int) and "seq" in own:
         own["seq"] = min(own["seq"], limit)
-    found = ModelSpec.model_validate({**own, **read})
+    found = model_of({**own, **read})
     return fields_of(found), found
+
+
+def model_of(fields: Mapping[str, Any]) -> ModelSpec:
+    """Make a model of fields as a spec has them. Raises ValidationError as for a spec."""
+    return ModelSpec.model_validate_json(json.dumps(fields), strict=True)
 
 
 def fresh_settings(model: ModelSpec) -> Settings:
@@ -133,8 +143,8 @@ def compare(model: ModelSpec, theirs: ModelSpec) -> Iterator[tuple[str, object, 
             continue  # it takes any
         a, b = value_at(ours, path), value_at(other, path)
         if path == "pattern":
-            both = range(min(model.layers, theirs.layers))
-            a, b = ([one.mixer(layer) for layer in both] for one in (model, theirs))
+            both = range(min(model.layers, theirs.layers))  # their number is a field of its own
+            a, b = ([one.mixer(n) for n in both] for one in (model, theirs))
         same = a == b
         if isinstance(a, float) and isinstance(b, int | float):
             same = abs(a - b) <= 1e-6 * abs(b)  # JSON of fp32 numbers is rounded
@@ -163,8 +173,7 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     """
     family = family_of(config)
     if family is None:
-        known = ", ".join(family_names())
-        return [f"model_type is {config.get('model_type')}, hpctrain knows {known}"]
+        return [unknown_type(config)[0]]
     if family.name != model.family:
         return [f"family is {model.family} in the spec, the directory has a {family.name}"]
     reading = read_config(config, family)
@@ -172,7 +181,7 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     try:
         fields, theirs = _read(config, family, model)
     except ValidationError as error:
-        return [*found, *unusable(error, reading.names)]
+        return [*found, *unusable(error, reading)]
     for path, ours, other in compare(model, theirs):
         found.append(f"{path} is {ours} in the spec and {other} in config.json")
     limit = fields["max_seq"] if reading.fields.get("max_seq") is not None else None
@@ -181,12 +190,23 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     return found
 
 
-def unusable(error: ValidationError, names: Mapping[str, str]) -> Iterator[str]:
+def unusable(error: ValidationError, reading: Reading) -> list[str]:
     """Say which values of a `config.json` make no model, by their names there."""
-    for one in error.errors():
-        path = ".".join(map(str, one["loc"]))
-        name = names.get(path, path)
-        if one["type"] == "missing":
-            yield f"{name} is missing, or says nothing that a spec can express"
-        else:
-            yield f"{name} = {one['input']}: {one['msg']}" if path else str(one["msg"])
+    parsed = Parsed(data=reading.fields)
+    parsed.names = {tuple(path.split(".")): name for path, name in reading.names.items()}
+    return [problem.message for problem in explain(error, ModelSpec, parsed)]
+
+
+def unknown_note(model: ModelSpec) -> str | None:
+    """Name what a model's `config.json` has that hpctrain does not know; None if nothing."""
+    if model.config is None:
+        return None
+    names = [name for name, _ in read_config(model.config, family_by(model)).unknown]
+    if not names:
+        return None
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (
+        f"hpctrain does not know {', '.join(map(shorten, names[:_MOST_NAMES]))}{more} of the "
+        "model's config.json: the class of transformers keeps them, and the plan does not count "
+        "them"
+    )

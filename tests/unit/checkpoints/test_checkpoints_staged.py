@@ -45,6 +45,16 @@ def _cut_in_its_header(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
 
 
+def _header_of(header: object) -> Callable[[Path], object]:
+    text = json.dumps(header).encode()
+    raw = len(text).to_bytes(8, "little") + text
+    return lambda directory: (directory / "model.safetensors").write_bytes(raw)
+
+
+def _odd_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+
+
 def _pickled(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
@@ -52,6 +62,23 @@ def _pickled(directory: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "cut": (_cut, r"model.safetensors has \d+ of \d+ bytes", "hf download"),
     "header": (_cut_in_its_header, "model.safetensors cannot be read", "hf download"),
+    "header of a list": (_header_of([1]), "its header is not that of safetensors", "hf download"),
+    "header of texts": (
+        _header_of({"a": {"data_offsets": ["0", "4"]}}),
+        "its header is not that of safetensors",
+        "hf download",
+    ),
+    "index": (_odd_index, "has no map of files", "hf download"),
+    "nested": (
+        lambda d: (d / "config.json").write_text("[" * 100_000),
+        "config.json cannot be read: it is nested too deep",
+        "hf download",
+    ),
+    "endless": (
+        lambda d: (d / "config.json").unlink() or (d / "config.json").symlink_to("/dev/zero"),
+        "larger than 100 MiB",
+        "hf download",
+    ),
     "pickle": (_pickled, "in pickles", "save_pretrained"),
     "no weights": (
         lambda d: (d / "model.safetensors").unlink(),

@@ -351,7 +351,7 @@ def test_an_interrupt_during_the_imports(here: Path) -> None:
     [
         ["profiles"],
         pytest.param(["schema", "spec"], marks=pytest.mark.variant),
-        ["submit", *GPT175B, "--dry-run"],
+        ["submit", *TINY, "--dry-run"],
         pytest.param(["--help"], marks=pytest.mark.variant),
     ],
 )
@@ -449,7 +449,7 @@ def test_everything_but_slurm_works_without_slurm(
     fabricate(here / "runs", "gpt-tiny-7f3a", [*SUBMITTED, STARTED], steps=4)
     monkeypatch.setenv("PATH", "/nowhere")
     for arguments in (
-        ["submit", *GPT175B, "--dry-run"],
+        ["submit", *TINY, "--dry-run"],
         ["plan", *GPT175B, "--json"],
         ["profiles"],
         ["validate", "examples/gpt-tiny.yaml"],

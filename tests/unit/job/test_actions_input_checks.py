@@ -65,7 +65,9 @@ def test_a_share_of_documents_that_is_rounded_to_none() -> None:
     (said,) = complaints("tokens", '"98,2,0"')
     assert said.startswith("spec.yaml:12:10: `data.split` 98,2,0 leaves none of the 20 documents")
     assert "of other for validation" in said and "`data.split: 90,10,0`" in said
-    assert len(complaints("tokens", '"99.9,0,0.1"')) == 2, "also of a part that nobody reads"
+    assert len(complaints("tokens", '"99.9,0,0.1"', every="null")) == 2, (
+        "also of a part that nobody reads"
+    )
     assert len(complaints("tokens", "")) == 1, "the default share, too"
 
 
@@ -132,7 +134,9 @@ def test_one_document_cannot_be_divided() -> None:
     pair("other", 300)
     (said,) = complaints("tokens", '"98,2,0"')
     assert "`data.split: 100,0,0` gives all to training" in said and "at least two" in said
-    assert complaints("tokens", '"100,0,0"') == []
+    assert complaints("tokens", '"100,0,0"', every="null") == []
+    (said,) = complaints("tokens", '"100,0,0"')
+    assert "nothing for the evaluation of every 2 steps" in said
 
 
 def test_a_share_of_samples_that_is_rounded_to_none() -> None:
@@ -143,7 +147,7 @@ def test_a_share_of_samples_that_is_rounded_to_none() -> None:
     assert said.startswith("spec.yaml:12:10: ") and "none of 20 samples for validation" in said
     assert complaints("arrays", '"98,2,0"', every="null") == [], "nobody evaluates"
     (said,) = complaints("arrays", '"0,100,0"')
-    assert "for training" in said
+    assert "that of training, and nothing is left for it" in said
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_made_up_data_have_to_be_meant(spec: Path) -> None:
 def test_layout_limits_and_data_are_told_at_once_with_their_places(spec: Path) -> None:
     spec.write_text(SPEC.replace("tp: 2", "tp: 3").replace("data/text", "data/none"))
     done = hpctrain("validate", "-p", "sandbox", "small.yaml", "--set", "resources.partition=none")
-    assert done.exit_code == 3
+    assert done.exit_code == 4, "as without the data"
     for words in (
         "small.yaml:9:7: heads 4 is not divisible by tp 3",
         "small.yaml:5:13: `data.sources[0].path`",
@@ -273,3 +273,43 @@ def test_an_interpreter_for_other_processors(
         assert (done.exit_code == 3 and words in done.stderr) is (nodes != name), done.transcript()
     program.write_text("#!/bin/sh\necho '[]'\n")
     assert hpctrain("validate", "-p", str(profile), "small.yaml").exit_code == 0
+
+
+def test_the_disk_of_this_machine_is_not_that_of_another_place(spec: Path) -> None:
+    """A profile whose shared file systems are not here: whoever plans there has its disk."""
+    trial = ("small.yaml", "--set", "data={}", "--set", "precision=bf16")
+    done = hpctrain("validate", "-p", "a100x64", *trial)
+    assert "?     space: this machine has no /scratch of a100x64: not looked for" in done.stdout
+    site = spec.parent / "site.yaml"
+    shared = f"filesystems: [{{name: scratch, path: {spec.parent}, kind: nfs}}]"
+    site.write_text(f"extends: a100x64\nname: site\n{shared}\n")
+    assert "files are left for" in hpctrain("validate", "-p", str(site), *trial).stdout
+
+
+HEADS = SPEC.replace("hidden: 128, heads: 4", "hidden: 512, heads: 4, head_dim: SIZE")
+
+
+@pytest.mark.parametrize(
+    ("size", "engine", "fused"),
+    [
+        (128, "megatron", True),
+        (100, "megatron", False),
+        (320, "megatron", False),
+        (100, "fsdp", True),  # PyTorch pads it
+        (320, "fsdp", True),  # by its other kernel
+        (324, "fsdp", False),
+    ],
+)
+def test_heads_that_no_fused_kernel_takes_are_told(
+    spec: Path, size: int, engine: str, fused: bool
+) -> None:
+    text = HEADS.replace("SIZE", str(size)).replace("precision: fp32", "precision: bf16")
+    spec.write_text(text.replace("parallel:\n  tp: 2\n  pp: 2\n", ""))
+    trial = ("-p", "a100x1", "small.yaml", "--set", f"engine.name={engine}", "--set", "data={}")
+    done = hpctrain("plan", *trial, "--json")
+    assert done.exit_code == 0, done.transcript()
+    told = [one for one in json.loads(done.stdout)["plan"]["warnings"] if "fused kernel" in one]
+    assert bool(told) is not fused and all(f"heads of {size} " in one for one in told)
+    if engine == "megatron":
+        divided = hpctrain("validate", *trial, "--set", "parallel.cp=2")
+        assert ("fused kernels of attention divide" in divided.stderr) is not fused

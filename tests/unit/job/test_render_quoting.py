@@ -5,10 +5,13 @@ The scripts are really run, with an interpreter that writes down its argv and en
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, re
 from stand_ins import python_program
 
 from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.render.environment import FIXED_VARIABLES, OWN_VARIABLES
 from hpctrain.job.render.quoting import directive_value, sh
 from hpctrain.spec.profile import ClusterProfile
 
@@ -256,3 +260,60 @@ def test_names_that_bash_or_slurm_keep_for_themselves(name: str) -> None:
 def test_an_interpreter_that_reads_as_an_option() -> None:
     with pytest.raises(InvalidInputError, match="reads as an option"):
         render(python="-c")
+
+
+# Names of variables in the rooms of jobs and ranks that a document may set all the same, and why.
+FREE = {
+    "a document's value counts": (
+        *("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_ALGO"),
+        *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"),
+        *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"),
+        *("TORCH_EXTENSIONS_DIR", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    ),
+    "it is behind what hpctrain adds": ("PATH", "PYTHONPATH"),
+    "for a moment, or in a process of its own": (
+        *("DS_ACCELERATOR", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"),
+    ),
+    "where there are no GPUs": ("ACCELERATE_USE_CPU",),
+    "no variables": ("GPU", "NCCL"),
+}
+
+
+def set_names(tree: ast.AST) -> Iterator[str]:
+    """Find what may be names of variables: keys of mappings, of assignments, of updates."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            yield from (key.value for key in node.keys if isinstance(key, ast.Constant))
+        elif isinstance(node, ast.Assign):
+            places = [one.slice for one in node.targets if isinstance(one, ast.Subscript)]
+            yield from (one.value for one in places if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            yield node.arg
+    # `_NAME = "NAME"` at the top, which stands for it
+    yield from (
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    )
+
+
+def test_what_hpctrain_sets_itself_is_refused() -> None:
+    """The code of jobs and ranks is the list of names; one more is refused, or has its reason."""
+    root = Path(__file__).parents[3]
+    rooms = (root / "hpctrain" / name for name in ("train", "trainer", "supervise"))
+    files = [file for room in rooms for file in room.rglob("*.py")]
+    names = {str(name) for file in files for name in set_names(ast.parse(file.read_text()))}
+    template = (root / "templates/job.sbatch.j2").read_text()
+    names |= {*re.findall(r"^(?:export )?([A-Z_]+)=", template, re.MULTILINE)}
+    found = {name for name in names if re.fullmatch("[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|[A-Z]{3,}", name)}
+    found &= {name for name in found if name.split("_")[0] not in ("HPCTRAIN", "SLURM")}
+    ours = {*OWN_VARIABLES, *FIXED_VARIABLES}
+    assert ours <= found, "nobody sets these"
+    free = {name for names in FREE.values() for name in names}
+    assert found - ours == free
+    for name in ours:
+        with pytest.raises(InvalidInputError, match=f"`{name}` cannot be set"):
+            render(spec_with(environment={"variables": {name: "7"}}))
+    same = {name: value for name, (value, _) in FIXED_VARIABLES.items()}
+    render(spec_with(environment={"variables": same | {"PYTHONUNBUFFERED": "x"}}))

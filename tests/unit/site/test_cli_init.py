@@ -142,8 +142,8 @@ def test_nothing_is_overwritten() -> None:
     [
         ((), 2, "give a --model"),
         (("-m", "lama-2-7b"), 2, "did you mean `llama-2-7b`"),
-        (("-m", "other"), 3, "does not train models of type mamba"),
-        (("-m", "broken"), 3, "broken/config.json: cannot be read"),
+        (("-m", "other"), 3, "does not know models of type"),
+        (("-m", "broken"), 3, "broken/config.json:1:2: this is no JSON: Expecting"),
         (("-m", "gpt2", "--tokens", "many"), 2, "--tokens"),
         (("none/here.yaml", "-m", "gpt2"), 2, "cannot be written: No such file"),
         (("-m", "gpt2", "-p", "a100x64", "--gpus", "1000"), 4, "more than the 512"),
