@@ -109,10 +109,34 @@ class Loaded(Generic[DocumentT]):
 
 def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[RunSpec]:
     """Read a run spec; `-` is standard input. Raises InvalidInputError with all problems."""
-    return _overridden(lambda given: _run_spec(path, given), overrides)
+    with _naming_other_tools(path):
+        return _overridden(lambda given: _run_spec(path, given), overrides)
+
+
+@contextmanager
+def _naming_other_tools(path: Path | str) -> Iterator[None]:
+    """Say of what tool a file is that is no spec, in place of all that is wrong with it as one."""
+    try:
+        yield
+    except InvalidInputError as error:
+        from hpctrain.spec.other_tools import recognised
+
+        name = _shown_name(path)
+        try:
+            found = recognised(read_text(path), name)
+        except InvalidInputError:
+            raise error from None
+        if found is None:
+            raise
+        message = f"this is no spec of a run, but {found.tool.title}"
+        if found.tool.hint is None:
+            message = f"this is no spec of a run, but a configuration of {found.tool.title}"
+        hint = found.tool.hint or f"`hpctrain init --from {name}` makes a spec of it"
+        raise InvalidInputError([Problem(message, name, 1, 1, hint)]) from None
 
 
 def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
+    from hpctrain.spec.open_questions import unanswered
     from hpctrain.spec.run import RunSpec
 
     parsed = _parse(path)
@@ -128,6 +152,9 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
+    for where, problem in unanswered(parsed):
+        parsed.broken.add(where)
+        parsed.problems.append(problem)
     if _names_a_config(parsed):
         from hpctrain.spec.families.expand import expand_config
 
@@ -142,9 +169,10 @@ def load_any_run_spec(
 
     Raises InvalidInputError with all problems.
     """
-    if has_trainer(_parse(path)):
-        return load_trainer_spec(path, overrides)
-    return load_run_spec(path, overrides)
+    with _naming_other_tools(path):
+        if has_trainer(_parse(path)):
+            return load_trainer_spec(path, overrides)
+        return load_run_spec(path, overrides)
 
 
 def load_trainer_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[TrainerRunSpec]:
