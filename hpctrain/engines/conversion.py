@@ -15,6 +15,7 @@ from hpctrain.spec.families.settings import unusable
 from hpctrain.spec.model import ModelSpec
 
 CONVERTED_FAMILIES = ("gpt", "llama")
+_ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "squared_relu")
 
 
 def unconvertible(config: Config) -> list[str]:
@@ -32,6 +33,8 @@ def unconvertible(config: Config) -> list[str]:
     if model.rope is not None and model.rope.scaling is not None:
         kind = model.rope.scaling.kind
         found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
+    if model.activation not in _ACTIVATIONS:
+        found.append(f"the activation {model.activation} is none that hpctrain trains")
     if model.bias not in (True, False):
         found.append(f"biases are in one of attention and MLP only ({model.bias})")
     return found

@@ -158,7 +158,7 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     if _names_a_config(parsed):
         from hpctrain.spec.families.expand import expand_config
 
-        expand_config(parsed)
+        expand_config(parsed, Path(path).parent)
     return _validated(RunSpec, parsed, _shown_name(path))
 
 

@@ -24,7 +24,8 @@ def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
     family = family_by(model)
     name = family.class_name
     for field, ours, theirs in differences(model):
-        yield f"model.{field}", f"{name} has {field} {_yaml(theirs)}, not {_yaml(ours)}"
+        has = f"no {field}" if theirs is None else f"{field} {_yaml(theirs)}, not {_yaml(ours)}"
+        yield f"model.{field}", f"{name} has {has}"
     if family.whole_heads and model.hidden % model.heads:
         # LlamaConfig.validate_architecture, also with head_dim
         yield "model.heads", f"{name} wants hidden {model.hidden} divisible by heads"

@@ -21,10 +21,11 @@ _MODEL, _CONFIG = "model", "config"
 _NAME = "config.json"
 
 
-def expand_config(parsed: Parsed) -> None:
+def expand_config(parsed: Parsed, directory: Path) -> None:
     """Replace the path of `model.config` by its content, and complete `model` by what that says.
 
-    Fields of the spec stay. Problems are added to those of the file.
+    Fields of the spec stay. A relative path begins in `directory`, that of the spec. Problems are
+    added to those of the file.
     """
     model = parsed.data[_MODEL]
     value, place = model[_CONFIG], parsed.values[_MODEL, _CONFIG]
@@ -32,7 +33,7 @@ def expand_config(parsed: Parsed) -> None:
     above: tuple[str, ...] = (_MODEL, _CONFIG)
     if isinstance(value, str):
         try:
-            read = _read(value, place)
+            read = _read(value, directory, place)
         except InvalidInputError as error:
             parsed.problems += error.problems
             parsed.broken.add((_MODEL,))
@@ -78,10 +79,10 @@ def _joined(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _read(text: str, place: SourcePlace) -> Parsed:
+def _read(text: str, directory: Path, place: SourcePlace) -> Parsed:
     """Parse the file of a config. Raises InvalidInputError at the place that names it."""
     try:
-        path = Path(expanded_text(text, os.environ))
+        path = directory / expanded_text(text, os.environ)
     except UnsetNameError as error:
         raise InvalidInputError([place.problem(f"`model.config`: {error}")]) from None
     file = path / _NAME if path.is_dir() else path

@@ -32,6 +32,8 @@ Settings = dict[str, object]
 _OF_A_RUN = frozenset(
     {"pretrained", "config", "family", "seq", "max_seq", "dropout", "classes", "mtp_layers"}
 )
+# Parts that a model has or has not.
+_PARTS = ("moe", "mla", "mamba", "linear")
 # The data already contains begin, end and padding tokens.
 _NO_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
@@ -82,6 +84,9 @@ def _read(config: Config, family: Family, model: ModelSpec) -> tuple[dict[str, A
     read = read_config(config, family).fields
     derived = ("hidden", "heads", "seq") if model.family == "resnet" else ("seq",)
     own = {} if model.reads_images else {name: getattr(model, name) for name in derived}
+    limit = read.get("max_seq")
+    if isinstance(limit, int) and "seq" in own:
+        own["seq"] = min(own["seq"], limit)
     found = ModelSpec.model_validate({**own, **read})
     return fields_of(found), found
 
@@ -118,8 +123,10 @@ def differences(model: ModelSpec) -> Iterator[tuple[str, object, object]]:
 def compare(model: ModelSpec, theirs: ModelSpec) -> Iterator[tuple[str, object, object]]:
     """Yield (field, ours, theirs) for each field of two models that differs, part by part."""
     ours, other = fields_of(model), fields_of(theirs)
-    names = sorted({*_paths(ours), *_paths(other)})
-    for path in names:
+    for part in _PARTS:
+        if (part in ours) != (part in other):
+            yield part, ours.pop(part, None), other.pop(part, None)
+    for path in sorted({*_paths(ours), *_paths(other)}):
         if path.partition(".")[0] in _OF_A_RUN or (path == "vocab" and model.reads_images):
             continue
         if path == "image" and model.family == "resnet":
@@ -136,7 +143,7 @@ def compare(model: ModelSpec, theirs: ModelSpec) -> Iterator[tuple[str, object, 
 
 def _plain(value: object) -> bool:
     """Tell whether a value of a part says the same as its absence."""
-    return value in (None, False, (), 1.0)
+    return value is None or value is False or value == () or (value == 1 and value is not True)
 
 
 def _paths(fields: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -178,4 +185,7 @@ def unusable(error: ValidationError, names: Mapping[str, str]) -> Iterator[str]:
     for one in error.errors():
         path = ".".join(map(str, one["loc"]))
         name = names.get(path, path)
-        yield f"{name} = {one['input']}: {one['msg']}" if path else str(one["msg"])
+        if one["type"] == "missing":
+            yield f"{name} is missing, or says nothing that a spec can express"
+        else:
+            yield f"{name} = {one['input']}: {one['msg']}" if path else str(one["msg"])

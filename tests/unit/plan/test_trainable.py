@@ -12,7 +12,7 @@ from test_search import MOE, SMALL
 
 from hpctrain.engines.megatron import megatron_config
 from hpctrain.plan.abilities.trainable import untrainable_fields
-from hpctrain.plan.abilities.trainable_hugging_face import TASKS, unrepresentable
+from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable
 from hpctrain.plan.documents import RECOMPUTES
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.model.parameters import model_flops_per_step, total_parameters
@@ -22,6 +22,7 @@ from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of, recompute_choices
 from hpctrain.records.layout import RunLayout
 from hpctrain.spec.engines.registry import ENGINES
+from hpctrain.spec.families import family_named
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 from hpctrain.train.engines.megatron.preflight import engine_problems
@@ -153,7 +154,8 @@ def run(model: dict[str, Any], **fields: Any) -> RunSpec:
 @pytest.mark.parametrize("family", SHAPES)
 def test_every_family_has_a_class(family: str) -> None:
     assert unrepresentable(run(SHAPES[family])) == []
-    assert run(SHAPES[family]).learned_task == TASKS[family][0]
+    known = family_named(family)
+    assert known is not None and run(SHAPES[family]).learned_task == next(iter(known.classes))
 
 
 def test_classes_of_texts_are_a_task_of_their_own() -> None:
@@ -164,9 +166,14 @@ def test_classes_of_texts_are_a_task_of_their_own() -> None:
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (dict(family="gpt", positions="rope"), {}, "model.positions", "has positions learned, not rop"),
     (dict(family="gpt", bias=False), {}, "model.bias", "GPT2LMHeadModel has bias true, not false"),
-    (dict(family="gpt", kv_heads=2), {}, "model.kv_heads", "as many key/value heads as heads (4)"),
-    (dict(family="gpt", head_dim=8), {}, "model.head_dim", "head_dim hidden / heads = 16"),
-    (dict(family="gpt", ffn=64, activation="swiglu"), {}, "model.activation", "needs family llama"),
+    (dict(family="gpt", kv_heads=2), {}, "model.kv_heads", "has kv_heads 4, not 2"),
+    (dict(family="gpt", head_dim=8), {}, "model.head_dim", "has head_dim 16, not 8"),
+    (
+        dict(family="gpt", ffn=64, activation="swiglu"),
+        {},
+        "model.activation",
+        "has activation gelu_tanh, not swiglu",
+    ),
     (dict(family="gpt", moe=dict(experts=2, top_k=1, ffn=64)), {}, "model.moe", "has no moe"),
     (dict(family="llama", activation="gelu"), {}, "model.activation", "has activation swiglu"),
     (dict(family="llama", ffn=64, dropout=0.1), {}, "model.dropout", "has dropout 0.0, not 0.1"),
@@ -257,7 +264,7 @@ def test_a_classifier_multiplies_no_vocabulary() -> None:
 
 
 SPEC_PROBLEMS = [
-    (dict(TEXT, family="gpt", classes=2), "classes goes with families bert and distilbert"),
+    (dict(TEXT, family="gpt", classes=2), "classes goes with encoders of texts"),
     (dict(family="resnet", layers=50, vocab=10, classes=2), "classes of a resnet are its `vocab`"),
     (dict(TEXT, family="bert", classes=1), "greater than or equal to 2"),
 ]

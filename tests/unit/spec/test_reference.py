@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from hpctrain.base.errors import UsageError
+from hpctrain.spec.families import Family, family_named, family_names, read_config
 from hpctrain.spec.fields import known_paths
 from hpctrain.spec.loader import load_any_run_spec, load_profile, load_service_spec
 from hpctrain.spec.positions import parse_yaml
@@ -89,6 +90,27 @@ def set_in(texts: list[Path] | list[str]) -> set[str]:
     }
 
 
+def set_by_families() -> set[str]:
+    """Parts of models that a family's file chooses, or finds in its config.json."""
+    families = [one for one in map(family_named, family_names()) if one is not None]
+    chosen = {path for one in families for path in paths(dict(one.choices))}
+    return (
+        chosen
+        | {path for one in families for path in one.fields}
+        | {
+            path
+            for file in (ROOT / "tests" / "families").glob("*.json")
+            for path in paths(read_config(json.loads(file.read_text()), of_file(file)).fields)
+        }
+    )
+
+
+def of_file(file: Path) -> Family:
+    family = family_named(file.stem)
+    assert family is not None
+    return family
+
+
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_every_field_is_set_somewhere_for_people_to_see(kind: Kind) -> None:
     """In an example, a profile, a site or a guide: a field that nobody sets ought to go."""
@@ -112,6 +134,7 @@ def test_every_field_is_set_somewhere_for_people_to_see(kind: Kind) -> None:
     seen |= {
         path for path in set_in(specs) if path.startswith(("model.", "environment.", "notify"))
     }
+    seen |= {f"model.{path}" for path in set_by_families()}
     unset = [path for path in fields_of(kind) if path not in seen and "*" not in path]
     assert [path for path in unset if not path.startswith(SET_BY_NOBODY)] == []
 
