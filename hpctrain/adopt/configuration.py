@@ -214,6 +214,8 @@ class _Bringing:
             value = row.values[key]
             if value == "@tp":  # with one rank there is no sequence to divide
                 value = int((self.fields.get("parallel.tp") or (1,))[0]) > 1
+        elif row.times or row.per:
+            value = number_of(value)
         elif path and not path.startswith("@"):
             value = _typed(path, value)
         factors = [(one, self.number(one), False) for one in row.times]
@@ -325,13 +327,6 @@ def _blend_file(state: _Bringing, path: str, value: Any) -> Found:
     except (OSError, UnicodeDecodeError):
         raise _NoMeaningError(f"{value} cannot be read here") from None
     yield from _blend(state, path, words)
-
-
-def _only_path(_: _Bringing, path: str, value: Any) -> Found:
-    words = value if isinstance(value, list) else [value]
-    if len(words) > 1:
-        raise _NoMeaningError("`data.validation` is one prefix")
-    yield path, str(words[0])
 
 
 def _tokenizer(_: _Bringing, path: str, value: Any) -> Found:
@@ -532,7 +527,6 @@ _READERS: Mapping[str, Callable[[_Bringing, str, Any], Found]] = {
     "hybrid_pattern": _hybrid_pattern,
     "layer_frequency": _layer_frequency,
     "minutes": _minutes,
-    "only_path": _only_path,
     "published": _published,
     "ramp_up": _ramp_up,
     "run_name": _run_name,
@@ -623,6 +617,10 @@ def _completed(state: _Bringing, name: str) -> dict[str, tuple[Any, str]]:
                 fields.pop(path, None)
     else:
         _complete_model(state, fields)
+    if "batch.global" not in fields and isinstance(given("batch.micro"), int):
+        state.fields = fields
+        count = given("batch.micro") * int(state.number("@dp") or 1)
+        fields["batch.global"] = (count, "one microbatch on each GPU that has other samples")
     for path, asked in _NEEDED.items():
         if not (path.startswith("model.") and named and path != "model.seq"):
             fields.setdefault(path, (asked, ""))
@@ -636,8 +634,9 @@ def _completed(state: _Bringing, name: str) -> dict[str, tuple[Any, str]]:
         asked = Ask("prefixes of .bin and .idx as `sources` in place of this", value=True)
         fields["data"] = fields.pop("data.made_up", (asked, ""))
         fields["data.made_up"] = fields.pop("data")
-        for path in ("data.split", "data.validation"):
-            fields.pop(path, None)
+        fields.pop("data.split", None)
+    if {"data.documents", "data.mask_document_ends"} & fields.keys():
+        fields["data.document_end"] = (Ask("the token that ends a document"), "")
     fields.setdefault("data.made_up", (None, ""))
     if given("data.made_up") is None:
         del fields["data.made_up"]
@@ -672,8 +671,11 @@ def _complete_layout(state: _Bringing, fields: dict[str, tuple[Any, str]]) -> No
     state.fields = fields
     source = "--gpus" if state.gpus else fields.get("resources.gpus", ("", ""))[1]
     gpus = state.all_gpus
-    if gpus % state.model_gpus:
-        gpus, source = math.lcm(gpus, state.model_gpus), ""
+    together = state.model_gpus
+    if "model.moe.experts" in fields:  # experts are spread over data-parallel ranks
+        together = math.lcm(together, fields.get("parallel.pp", (1,))[0] * _ep(fields))
+    if gpus % together:
+        gpus, source = math.lcm(gpus, together), ""
     asked = Ask("all GPUs of the run", value=gpus)
     fields["resources.gpus"] = (gpus if source else asked, source)
     one = lambda path: fields.get(path, (1, ""))[0] in (1, False, None)  # noqa: E731
@@ -694,6 +696,10 @@ def _complete_layout(state: _Bringing, fields: dict[str, tuple[Any, str]]) -> No
         fields["engine.name"] = (engine, f"it does most of what {title} does")
         for path in [path for path in fields if path.startswith("engine.megatron.")]:
             del fields[path]
+
+
+def _ep(fields: Mapping[str, tuple[Any, str]]) -> int:
+    return int(fields.get("parallel.ep", (1,))[0]) * int(fields.get("parallel.etp", (1,))[0])
 
 
 def _spec_text(

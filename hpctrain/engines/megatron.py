@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
 # 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
 BALANCE_LOSS_WEIGHT = 1e-2
+INITIAL_STD = 0.02  # Megatron-LM's
 # megatron-core's least (distributed_data_parallel.py: max(40000000, 1000000 x dp)).
 _ELASTIC_BUCKET_ELEMENTS = 40_000_000
 
@@ -70,6 +71,10 @@ class MegatronModel(Document):
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
     mtp_num_layers: int | None = None
+    init_method_std: float = INITIAL_STD
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_aux_loss_coeff: float = BALANCE_LOSS_WEIGHT
+    moe_z_loss_coeff: float | None = None
 
 
 class MegatronConfig(MegatronModel, TrainConfig):
@@ -305,6 +310,10 @@ def megatron_model(
     assert None not in (model.activation, model.tied, model.bias), "by the family"
     if moe is not None:
         shape |= {name: getattr(moe, ours) for name, ours in _EXPERT_NAMES.items()}
+        shape["moe_router_load_balancing_type"] = moe.balance
+        shape["moe_z_loss_coeff"] = moe.z_loss
+        if moe.balance_loss is not None:
+            shape["moe_aux_loss_coeff"] = moe.balance_loss
         shape["moe_ffn_hidden_size"] = moe.ffn
         shape["moe_shared_expert_intermediate_size"] = moe.shared_ffn or None
     if mla is not None:
@@ -322,6 +331,7 @@ def megatron_model(
         transformer_impl=implementation,
         multi_latent_attention=mla is not None,
         mtp_num_layers=model.mtp_layers or None,
+        init_method_std=model.init_std or INITIAL_STD,
     )
 
 

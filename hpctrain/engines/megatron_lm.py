@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig, megatron_config
+from hpctrain.engines.megatron import MegatronConfig, megatron_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 
@@ -146,6 +146,7 @@ def _model(config: MegatronLmConfig) -> Arguments:
         "attention-dropout": config.dropout,
         "attention-softmax-in-fp32": True,
         "mtp-num-layers": config.mtp_num_layers,
+        **_same(config, "init_method_std"),
         "transformer-impl": None if config.transformer_impl == "auto" else config.transformer_impl,
         "swiglu": config.activation == "swiglu",
         "squared-relu": config.activation == "squared_relu",
@@ -167,8 +168,7 @@ def _experts(config: MegatronLmConfig) -> Arguments:
         "moe-router-topk": config.moe_router_topk,
         "moe-router-pre-softmax": config.moe_router_topk == 1,
         "moe-router-dtype": "fp32",
-        "moe-router-load-balancing-type": "aux_loss",
-        "moe-aux-loss-coeff": BALANCE_LOSS_WEIGHT,
+        **_same(config, "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         "moe-token-dispatcher-type": "alltoall",
     }
 
@@ -231,7 +231,10 @@ def _training(config: MegatronLmConfig) -> Arguments:
     return {
         **_same(config, "micro_batch_size", "global_batch_size"),
         "train-iters": config.train_steps,
-        **_same(config, "lr", "min_lr", "lr_decay_style"),
+        **_same(config, "lr", "min_lr"),
+        "lr-decay-style": "WSD" if config.lr_decay_style == "wsd" else config.lr_decay_style,
+        "lr-wsd-decay-iters": config.wsd_decay_steps,
+        "lr-wsd-decay-style": config.lr_wsd_decay_style if config.wsd_decay_steps else None,
         "lr-warmup-iters": config.lr_warmup_steps,
         "lr-decay-iters": config.lr_decay_steps,
         "bf16": config.precision == "bf16",

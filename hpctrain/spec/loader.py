@@ -155,6 +155,7 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     for where, problem in unanswered(parsed):
         parsed.broken.add(where)
         parsed.problems.append(problem)
+    _expand_sources(parsed)
     if _names_a_config(parsed):
         from hpctrain.spec.families.expand import expand_config
 
@@ -715,6 +716,41 @@ def load_presets() -> ModelPresets:
     from hpctrain.spec.catalogue import CATALOGUE, ModelPresets
 
     return load_packaged(ModelPresets, CATALOGUE)
+
+
+def _expand_sources(parsed: Parsed) -> None:
+    """Replace the path in `data.sources` by what stands in that file: weights and prefixes."""
+    from hpctrain.spec.job_text import UnsetNameError, expanded_text
+
+    data = parsed.data.get("data") if isinstance(parsed.data, dict) else None
+    given = data.get("sources") if isinstance(data, dict) else None
+    if not isinstance(given, str):
+        return
+    place = parsed.values["data", "sources"]
+    parsed.broken.add(("data", "sources"))
+    try:
+        words = read_text(expanded_text(given, os.environ)).split()
+    except UnsetNameError as error:
+        parsed.problems.append(place.problem(f"`data.sources`: {error}"))
+        return
+    except InvalidInputError as error:
+        found = error.problems[0].message
+        hint = "a list of `path: PREFIX`, or a file with weights and prefixes by turns"
+        parsed.problems.append(place.problem(f"`data.sources`: {given}: {found}", hint))
+        return
+    paths = words if len(words) == 1 else words[1::2]
+    weights = ["1"] if len(words) == 1 else words[::2]
+    try:
+        blend = [
+            {"path": path, "weight": float(weight)}
+            for path, weight in zip(paths, weights, strict=True)
+        ]
+    except ValueError:
+        message = f"`data.sources`: {given} has no weights and prefixes by turns"
+        parsed.problems.append(place.problem(message, "as in `0.3 data/a 0.7 data/b`"))
+        return
+    data["sources"] = blend
+    parsed.broken.discard(("data", "sources"))
 
 
 def _names_a_preset(parsed: Parsed) -> bool:

@@ -173,6 +173,15 @@ class ModelSpec(Document):
     )
     segments: int = Field(0, ge=0, description="Embeddings of segments; bert: 2")
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
+    init_std: float | None = Field(
+        None, gt=0, description="Standard deviation of the first weights; default: 0.02"
+    )
+    vocab_multiple: int | None = Field(
+        None,
+        ge=1,
+        description="Rows of embeddings are padded to a multiple of this times tp, in megatron-core; "
+        "default: 128",
+    )
     pattern: tuple[Mixer, ...] = Field(
         (),
         description="What mixes the tokens of each layer, repeated over the layers, such as "

@@ -43,7 +43,7 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train import software
 from hpctrain.train.data import Microbatch
 from hpctrain.train.device import on_cpu
@@ -135,8 +135,6 @@ class MaskedTokensStep:
         losses = run_bert(model, visible, batch.tokens, shape, self.device)
         return losses, self.loss_of(masked.to(torch.float32))
 
-
-INITIAL_STD = 0.02
 
 _ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -274,9 +272,11 @@ def transformer_settings(
     # Standard deviations as megatron-core's own (utils.py, init_method_normal and
     # scaled_init_method_normal; Megatron-LM's 0.02).
     initialisers = dict(
-        init_method=noted(INITIAL_STD),
-        output_layer_init_method=noted(INITIAL_STD / math.sqrt(2.0 * config.num_layers)),
-        embedding_init_method=noted(INITIAL_STD),
+        init_method=noted(config.init_method_std),
+        output_layer_init_method=noted(
+            config.init_method_std / math.sqrt(2.0 * config.num_layers)
+        ),
+        embedding_init_method=noted(config.init_method_std),
     )
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     return kind(
@@ -336,8 +336,9 @@ def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
         moe_router_topk=config.moe_router_topk,
         moe_router_pre_softmax=config.moe_router_topk == 1,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=BALANCE_LOSS_WEIGHT,
+        moe_router_load_balancing_type=config.moe_router_load_balancing_type,
+        moe_aux_loss_coeff=config.moe_aux_loss_coeff,
+        moe_z_loss_coeff=config.moe_z_loss_coeff,
         moe_grouped_gemm=uses_transformer_engine(config),
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_ranks,
