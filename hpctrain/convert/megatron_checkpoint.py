@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.serialization import (
 
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
+from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import build_chunks, load_weights, transformer_settings
 from hpctrain.train.engines.megatron.snapshot import WriteResults, writing_from_request
@@ -45,6 +46,7 @@ def one_rank() -> Iterator[None]:
 
 def build(model: ModelSpec, dtype: torch.dtype) -> Any:
     """Build a GPTModel with unset weights, on one rank; its vocabulary is not padded."""
+    fixes.install()
     config = conversion_config(model, half=dtype == torch.bfloat16)
     settings = transformer_settings(config, compiled=False)
     (chunk,) = build_chunks(config, settings)

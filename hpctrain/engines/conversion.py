@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from hpctrain.engines.megatron import MegatronConfig, megatron_model
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
 from hpctrain.spec.families import Config, family_of, read_config
 from hpctrain.spec.families.settings import unusable
@@ -60,7 +60,9 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
     `half`: weights in bf16, else fp32.
     """
     return MegatronConfig.model_construct(
-        **dict(megatron_model(model, model.vocab, "local")),
+        model=model,
+        padded_vocab_size=model.vocab,
+        transformer_impl="local",
         vocab_size=model.vocab,
         seq_length=model.seq,
         precision="bf16" if half else "fp32",

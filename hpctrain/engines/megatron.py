@@ -1,4 +1,4 @@
-"""Megatron-core: from spec and plan to the file that configures the trainer, and back to the model.
+"""Megatron-core: from spec and plan to the file that configures the trainer.
 
 `MegatronConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
 DistributedDataParallelConfig), which makes `train.json` readable to users of Megatron.
@@ -11,14 +11,16 @@ imports, or reading files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from pydantic import model_validator
 
 from hpctrain.engines.training import SoftwareNeed, TrainConfig, shared_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
 from hpctrain.spec.architecture import MlaSpec, MoeSpec
-from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import RecomputeModule
 from hpctrain.spec.engines.megatron import Fp8Recipe
+from hpctrain.spec.families import put
 from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -27,60 +29,20 @@ if TYPE_CHECKING:
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
 # 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
 BALANCE_LOSS_WEIGHT = 1e-2
+# Gate and input of GPT-OSS's MLP stay below (transformers, modeling_gpt_oss.py, GptOssExperts).
+CLAMPED_AT = 7.0
 INITIAL_STD = 0.02  # Megatron-LM's
 # megatron-core's least (distributed_data_parallel.py: max(40000000, 1000000 x dp)).
 _ELASTIC_BUCKET_ELEMENTS = 40_000_000
 
 
-class MegatronModel(Document):
-    """The shape of a model in megatron-core's names.
-
-    With `num_moe_experts`, experts are in place of the MLP from layer `moe_first_dense_layers` on.
-    """
-
-    # a directory that `hpctrain convert` wrote; None: random weights
-    pretrained: str | None = None
-    # bert: masked language modeling, gpt: causal
-    model_type: Literal["gpt", "bert"] = "gpt"
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    padded_vocab_size: int
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
-    normalization: Literal["LayerNorm", "RMSNorm"]
-    layernorm_epsilon: float
-    position_embedding_type: Literal["learned_absolute", "rope"]
-    rotary_base: int
-    share_embeddings_and_output_weights: bool
-    add_bias_linear: bool
-    dropout: float
-    transformer_impl: Literal["auto", "local", "transformer_engine"]
-    num_moe_experts: int | None = None
-    moe_router_topk: int = 2
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_first_dense_layers: int = 0
-    # `q_lora_rank` None: one full query projection
-    multi_latent_attention: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 512
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
-    mtp_num_layers: int | None = None
-    init_method_std: float = INITIAL_STD
-    moe_router_load_balancing_type: str = "aux_loss"
-    moe_aux_loss_coeff: float = BALANCE_LOSS_WEIGHT
-    moe_z_loss_coeff: float | None = None
-
-
-class MegatronConfig(MegatronModel, TrainConfig):
-    """A GPT, Llama or BERT on megatron-core: its shape, layout and memory settings."""
+class MegatronConfig(TrainConfig):
+    """A model on megatron-core: its parts, layout and memory settings."""
 
     engine: Literal["megatron", "megatron-lm"] = "megatron"
+    model: ModelSpec
+    padded_vocab_size: int
+    transformer_impl: Literal["auto", "local", "transformer_engine"]
     # layout
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -127,6 +89,18 @@ class MegatronConfig(MegatronModel, TrainConfig):
     # each rank saves its own part, for any dp with the same tp, pp and buckets
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_shape(cls, data: object) -> object:
+        """Read documents of earlier versions, which had the model in megatron-core's names."""
+        former = isinstance(data, dict) and "model" not in data and "num_layers" in data
+        return with_model(cast(dict[str, Any], data)) if former else data
+
+    @property
+    def pretrained(self) -> str | None:
+        """A directory that `hpctrain convert` wrote; None: random weights."""
+        return self.model.pretrained
+
     @property
     def expert_tensor_ranks(self) -> int:
         """Ranks that split one expert: unless given, 1 with expert parallelism, else tp.
@@ -148,10 +122,6 @@ class MegatronConfig(MegatronModel, TrainConfig):
     def needs_transformer_engine(self) -> str | None:
         if self.transformer_impl == "transformer_engine":
             return "`engine.implementation: transformer_engine`"
-        if self.multi_latent_attention:
-            # multi_latent_attention.py gives core attention two head sizes, which
-            # dot_product_attention.py does not take
-            return "multi-head latent attention"
         if self.context_parallel_size > 1:
             # dot_product_attention.py asserts context_parallel_size == 1
             return f"context_parallel_size {self.context_parallel_size}"
@@ -164,7 +134,8 @@ class MegatronConfig(MegatronModel, TrainConfig):
     @property
     def needed_paths(self) -> tuple[str, ...]:
         """The tokenizer for masked language modeling; only the first launch reads weights."""
-        return (self.tokenizer,) if self.model_type == "bert" and self.tokenizer else ()
+        masked = self.model.reads_masked_text
+        return (self.tokenizer,) if masked and self.tokenizer else ()
 
     @property
     def world_size(self) -> int:
@@ -193,63 +164,60 @@ class MegatronConfig(MegatronModel, TrainConfig):
         replicas = self.data_parallel_size * self.context_parallel_size
         return f"tp {tp} · pp {pp} · dp {replicas}"
 
-    @property
-    def model(self) -> ModelSpec:
-        """The model as in a spec; a Llama if it has that family's choices."""
-        rope, rms = self.position_embedding_type == "rope", self.normalization == "RMSNorm"
-        family: Literal["gpt", "llama"] = (
-            "llama" if rope and rms and self.activation == "swiglu" else "gpt"
-        )
-        latent = self.multi_latent_attention
-        return ModelSpec(
-            family="bert" if self.model_type == "bert" else family,
-            **{ours: getattr(self, name) for name, ours in _MODEL_NAMES.items()},
-            kv_heads=None if latent else self.num_query_groups,
-            head_dim=None if latent else self.kv_channels,
-            vocab=self.vocab_size,
-            seq=self.seq_length,
-            norm="rmsnorm" if rms else "layernorm",
-            norm_epsilon=self.layernorm_epsilon,
-            positions="rope" if rope else "learned",
-            moe=None
-            if self.num_moe_experts is None
-            else MoeSpec(
-                **{ours: getattr(self, name) for name, ours in _EXPERT_NAMES.items()},
-                ffn=self.moe_ffn_hidden_size or self.ffn_hidden_size,
-                shared_ffn=self.moe_shared_expert_intermediate_size or 0,
-            ),
-            mla=MlaSpec(**{ours: getattr(self, name) for name, ours in _LATENT_NAMES.items()})
-            if latent
-            else None,
-            mtp_layers=self.mtp_num_layers or 0,
-        )
+
+# Former names of a train.json, and the fields of a spec with the same values: of `model`, `moe` and
+# `mla`, with what their absence said.
+_FORMER: dict[str, tuple[str, Any]] = {
+    "pretrained": ("pretrained", None),
+    "num_layers": ("layers", None),
+    "hidden_size": ("hidden", None),
+    "ffn_hidden_size": ("ffn", None),
+    "num_attention_heads": ("heads", None),
+    "num_query_groups": ("kv_heads", None),
+    "kv_channels": ("head_dim", None),
+    "activation": ("activation", None),
+    "layernorm_epsilon": ("norm_epsilon", None),
+    "rotary_base": ("rope_base", None),
+    "share_embeddings_and_output_weights": ("tied", None),
+    "add_bias_linear": ("bias", None),
+    "dropout": ("dropout", None),
+    "mtp_num_layers": ("mtp_layers", 0),
+    "num_moe_experts": ("moe.experts", None),
+    "moe_router_topk": ("moe.top_k", 2),
+    "moe_ffn_hidden_size": ("moe.ffn", None),
+    "moe_shared_expert_intermediate_size": ("moe.shared_ffn", 0),
+    "moe_first_dense_layers": ("moe.dense_layers", 0),
+    "q_lora_rank": ("mla.q_rank", None),
+    "kv_lora_rank": ("mla.kv_rank", 512),
+    "qk_head_dim": ("mla.nope_dim", 128),
+    "qk_pos_emb_head_dim": ("mla.rope_dim", 64),
+    "v_head_dim": ("mla.value_dim", 128),
+}
+_FORMER_CHOICES = ("model_type", "normalization", "position_embedding_type")
 
 
-# Names of megatron-core, and fields of a spec with the same values: of `model`, `moe` and `mla`.
-_MODEL_NAMES = {
-    "pretrained": "pretrained",
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "ffn_hidden_size": "ffn",
-    "num_attention_heads": "heads",
-    "activation": "activation",
-    "rotary_base": "rope_base",
-    "share_embeddings_and_output_weights": "tied",
-    "add_bias_linear": "bias",
-    "dropout": "dropout",
-}
-_EXPERT_NAMES = {
-    "num_moe_experts": "experts",
-    "moe_router_topk": "top_k",
-    "moe_first_dense_layers": "dense_layers",
-}
-_LATENT_NAMES = {
-    "q_lora_rank": "q_rank",
-    "kv_lora_rank": "kv_rank",
-    "qk_head_dim": "nope_dim",
-    "qk_pos_emb_head_dim": "rope_dim",
-    "v_head_dim": "value_dim",
-}
+def with_model(data: dict[str, Any]) -> dict[str, Any]:
+    """Put the model of a former train.json, in megatron-core's names, into the field `model`."""
+    read: dict[str, Any] = {}
+    for name, (path, absent) in _FORMER.items():
+        given = data.get(name)
+        put(read, path, absent if given is None else given)
+    kind, norm, positions = (data.get(name) for name in _FORMER_CHOICES)
+    rope, rms = positions == "rope", norm == "RMSNorm"
+    llama = rope and rms and read.get("activation") == "swiglu"
+    read["family"] = "bert" if kind == "bert" else "llama" if llama else "gpt"
+    read |= dict(vocab=data.get("vocab_size"), seq=data.get("seq_length"))
+    read |= dict(norm="rmsnorm" if rms else "layernorm", positions="rope" if rope else "learned")
+    if "experts" in read["moe"]:
+        read["moe"].setdefault("ffn", read.get("ffn"))
+    else:
+        del read["moe"]
+    if data.get("multi_latent_attention"):
+        del read["kv_heads"], read["head_dim"]
+    else:
+        del read["mla"]
+    gone = {*_FORMER, *_FORMER_CHOICES, "multi_latent_attention"}
+    return {name: value for name, value in data.items() if name not in gone} | {"model": read}
 
 
 def megatron_config(job: TrainingJob) -> MegatronConfig:
@@ -263,11 +231,9 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
     eight_bits: Literal["hybrid", "e4m3"] = "e4m3" if plan.fp8_recipe == "mxfp8" else "hybrid"
     return MegatronConfig(
         **dict(shared_config(job)),
-        **dict(
-            megatron_model(
-                spec.model, plan.padded_vocab, plan.implementation or spec.engine.implementation
-            )
-        ),
+        model=spec.model,
+        padded_vocab_size=plan.padded_vocab,
+        transformer_impl=plan.implementation or spec.engine.implementation,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -299,40 +265,120 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
     )
 
 
-def megatron_model(
-    model: ModelSpec,
-    padded_vocab: int,
-    implementation: Literal["auto", "local", "transformer_engine"],
-) -> MegatronModel:
-    """Translate a model's shape into megatron-core's names."""
-    moe, mla = model.moe, model.mla
-    shape: dict[str, Any] = {name: getattr(model, ours) for name, ours in _MODEL_NAMES.items()}
-    assert None not in (model.activation, model.tied, model.bias), "by the family"
-    if moe is not None:
-        shape |= {name: getattr(moe, ours) for name, ours in _EXPERT_NAMES.items()}
-        shape["moe_router_load_balancing_type"] = moe.balance
-        shape["moe_z_loss_coeff"] = moe.z_loss
-        if moe.balance_loss is not None:
-            shape["moe_aux_loss_coeff"] = moe.balance_loss
-        shape["moe_ffn_hidden_size"] = moe.ffn
-        shape["moe_shared_expert_intermediate_size"] = moe.shared_ffn or None
-    if mla is not None:
-        shape |= {name: getattr(mla, ours) for name, ours in _LATENT_NAMES.items()}
-    shape["ffn_hidden_size"] = model.ffn_size
-    return MegatronModel(
-        **shape,
-        model_type="bert" if model.family == "bert" else "gpt",
+# -- The model in the names of megatron-core's TransformerConfig ----------------------------------
+
+
+def core_fields(model: ModelSpec) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that say what `model` is.
+
+    Those of absent parts are left out. megatron-lm has arguments of the same names. The
+    activation is a function, and is not here.
+    """
+    attends, layers = model.attends, range(model.layers)
+    fields: dict[str, Any] = dict(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
-        padded_vocab_size=padded_vocab,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
-        position_embedding_type="rope" if model.positions == "rope" else "learned_absolute",
-        transformer_impl=implementation,
-        multi_latent_attention=mla is not None,
+        layernorm_zero_centered_gamma=model.norm_zero_centered,
+        add_bias_linear=model.mlp_bias,
+        add_qkv_bias=model.qkv_bias and not model.mlp_bias,
+        gated_linear_unit=model.gated,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        qk_layernorm=attends.qk_norm == "head" or model.mla is not None,
+        softmax_scale=attends.scale,
+        softmax_type="learnable" if attends.sinks else "vanilla",
+        attention_output_gate=attends.gate,
+        rotary_interleaved=model.rotates.interleaved and model.mla is None,
         mtp_num_layers=model.mtp_layers or None,
         init_method_std=model.init_std or INITIAL_STD,
     )
+    windows = [int(model.mixer(layer) == "window") for layer in layers]
+    if attends.window is not None and any(windows):
+        # of the tokens before: a window of transformers counts the token itself
+        fields |= dict(window_size=(attends.window - 1, 0), window_attn_skip_freq=windows)
+    if without := model.rotates.without:
+        fields["no_rope_freq"] = [int(without[layer % len(without)]) for layer in layers]
+    if model.activation == "swiglu_clamped":
+        fields |= dict(glu_linear_offset=1.0, activation_func_clamp_value=CLAMPED_AT)
+    if model.moe is not None:
+        fields |= _expert_fields(model, model.moe)
+    if model.mla is not None:
+        fields |= _latent_fields(model, model.mla)
+    return fields
+
+
+def _expert_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    """Return the fields of experts: dropless routing.
+
+    Weights of softmax add up to 1 where it comes behind the choice, over the chosen; sigmoid's are
+    divided by their sum (moe_utils.py, topk_routing_with_score_function). megatron-core refuses
+    top-1 routing unless the softmax comes first.
+    """
+    weight = BALANCE_LOSS_WEIGHT if moe.balance_loss is None else moe.balance_loss
+    fields: dict[str, Any] = dict(
+        num_moe_experts=moe.experts,
+        moe_layer_freq=[int(model.has_experts(layer)) for layer in range(model.layers)],
+        moe_ffn_hidden_size=moe.ffn,
+        moe_shared_expert_intermediate_size=moe.shared_ffn or None,
+        moe_shared_expert_gate=moe.shared_gate,
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=moe.top_k == 1 or not moe.normalize,
+        moe_router_score_function=moe.score,
+        moe_router_enable_expert_bias=moe.expert_bias,
+        moe_router_topk_scaling_factor=None if moe.scale == 1 else moe.scale,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type=moe.balance if weight else "none",
+        moe_aux_loss_coeff=weight,
+        moe_z_loss_coeff=moe.z_loss,
+    )
+    if moe.groups is not None:
+        fields |= dict(moe_router_num_groups=moe.groups, moe_router_group_topk=moe.top_groups)
+    return fields
+
+
+def _latent_fields(model: ModelSpec, mla: MlaSpec) -> dict[str, Any]:
+    """Return the fields of multi-head latent attention.
+
+    There are norms behind both low-rank projections (DeepSeek-V2, arXiv 2405.04434, section 3.1.2:
+    "additional RMS Norm layers after the compressed latent vectors").
+    """
+    fields: dict[str, Any] = dict(
+        multi_latent_attention=True,
+        q_lora_rank=mla.q_rank,
+        kv_lora_rank=mla.kv_rank,
+        qk_head_dim=mla.nope_dim,
+        qk_pos_emb_head_dim=mla.rope_dim,
+        v_head_dim=mla.value_dim,
+        rope_type="rope",
+        rotary_base=model.rope_base,
+    )
+    scaling = model.rotates.scaling
+    if scaling is not None:
+        fields |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=scaling.factor,
+            original_max_position_embeddings=scaling.original_seq,
+            beta_fast=scaling.beta_fast or 32,
+            beta_slow=scaling.beta_slow or 1,
+            mscale=scaling.mscale or 1.0,
+            mscale_all_dim=scaling.mscale_all_dim or 0.0,
+        )
+    return fields
+
+
+def position_kind(model: ModelSpec) -> Literal["learned_absolute", "rope", "none"]:
+    """Return GPTModel's `position_embedding_type`."""
+    kinds: dict[str | None, Literal["learned_absolute", "rope"]] = {
+        "rope": "rope",
+        "learned": "learned_absolute",
+    }
+    return kinds.get(model.positions, "none")
 
 
 # -- What the options need of libraries and GPUs -----------------------------------------------

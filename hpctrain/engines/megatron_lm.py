@@ -9,16 +9,18 @@ program (see `hpctrain.train.engines.megatron_lm`), reading files.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from hpctrain.engines.megatron import MegatronConfig, megatron_config
+from hpctrain.engines.megatron import MegatronConfig, core_fields, megatron_config, position_kind
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
+from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob
@@ -82,8 +84,6 @@ def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False)
     """
     named: Arguments = {
         **_model(config),
-        **_experts(config),
-        **_latent_attention(config),
         **_layout(config),
         **_training(config),
         **_data(config, places),
@@ -125,70 +125,85 @@ def _same(config: MegatronLmConfig, *fields: str) -> Arguments:
     return {name.replace("_", "-"): getattr(config, name) for name in fields}
 
 
+# Fields of TransformerConfig that are no arguments of the same name.
+_OTHERWISE = (
+    *("normalization", "layernorm_epsilon", "gated_linear_unit", "softmax_type"),
+    *("num_query_groups", "kv_channels", "add_bias_linear", "moe_layer_freq", "rope_type"),
+    *("layernorm_zero_centered_gamma", "attention_output_gate", "rotary_base", "num_moe_experts"),
+)
+
+
 def _model(config: MegatronLmConfig) -> Arguments:
-    grouped = config.num_query_groups != config.num_attention_heads
-    latent = config.multi_latent_attention
-    rotary = config.position_embedding_type == "rope"
-    return {
-        **_same(config, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    """Name the parts of the model, and dropless routing over an all-to-all as in hpctrain's own
+    trainer."""
+    model = config.model
+    fields = core_fields(model)
+    latent, grouped = model.mla is not None, model.key_value_heads != model.heads
+    rotary = model.positions == "rope"
+    arguments: Arguments = {
+        name.replace("_", "-"): _as_text(value)
+        for name, value in fields.items()
+        if name not in _OTHERWISE
+    }
+    arguments |= {
         "group-query-attention": grouped and not latent,
-        "num-query-groups": config.num_query_groups if grouped and not latent else None,
-        "kv-channels": None if latent else config.kv_channels,
+        "num-query-groups": model.key_value_heads if grouped and not latent else None,
+        "kv-channels": None if latent else model.head_size,
         "seq-length": config.seq_length,
-        "max-position-embeddings": config.seq_length,
-        "position-embedding-type": config.position_embedding_type,
-        "rotary-base": config.rotary_base if rotary else None,
-        "normalization": config.normalization,
-        "norm-epsilon": config.layernorm_epsilon,
-        "untie-embeddings-and-output-weights": not config.share_embeddings_and_output_weights,
-        "disable-bias-linear": not config.add_bias_linear,
-        "hidden-dropout": config.dropout,
-        "attention-dropout": config.dropout,
+        "max-position-embeddings": model.max_seq or config.seq_length,
+        "position-embedding-type": position_kind(model),
+        # a whole number, for arguments.py reads no other
+        "rotary-base": round(model.rope_base) if rotary else None,
+        "rotary-percent": model.rotates.partial if rotary and model.rotates.partial < 1 else None,
+        **_rope_scaling(model),
+        "normalization": fields["normalization"],
+        "norm-epsilon": model.norm_epsilon,
+        "untie-embeddings-and-output-weights": not model.tied,
+        "disable-bias-linear": not model.mlp_bias,
         "attention-softmax-in-fp32": True,
-        "mtp-num-layers": config.mtp_num_layers,
-        **_same(config, "init_method_std"),
         "transformer-impl": None if config.transformer_impl == "auto" else config.transformer_impl,
-        "swiglu": config.activation == "swiglu",
-        "squared-relu": config.activation == "squared_relu",
+        "swiglu": model.activation == "swiglu",
+        "squared-relu": model.activation == "squared_relu",
         # GELU with a bias is fused, and already approximated with tanh (fusions/fused_bias_gelu.py)
-        "openai-gelu": config.activation == "gelu_tanh" and not config.add_bias_linear,
+        "openai-gelu": model.activation == "gelu_tanh" and not model.mlp_bias,
     }
+    if model.moe is not None:
+        frequencies = "+".join(f"[{int(has)}]*{count}" for has, count in _runs(model))
+        arguments["num-experts"] = model.moe.experts
+        arguments["moe-layer-freq"] = f"({frequencies})"
+        arguments["moe-token-dispatcher-type"] = "alltoall"
+    if latent:
+        arguments["rope-type"] = fields["rope_type"]
+        arguments["no-rope-fusion"] = True  # transformer_config.py: with YaRN only
+    return arguments
 
 
-def _experts(config: MegatronLmConfig) -> Arguments:
-    """Configure dropless routing over an all-to-all, as in hpctrain's own trainer."""
-    if config.num_moe_experts is None:
+def _rope_scaling(model: ModelSpec) -> Arguments:
+    """Scale rotary positions; latent attention has fields of its own for it."""
+    scaling = model.rotates.scaling
+    if scaling is None or model.mla is not None:
         return {}
-    dense, layers = config.moe_first_dense_layers, config.num_layers
-    return {
-        "num-experts": config.num_moe_experts,
-        "moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})",
-        "moe-ffn-hidden-size": config.moe_ffn_hidden_size,
-        "moe-shared-expert-intermediate-size": config.moe_shared_expert_intermediate_size,
-        "moe-router-topk": config.moe_router_topk,
-        "moe-router-pre-softmax": config.moe_router_topk == 1,
-        "moe-router-dtype": "fp32",
-        **_same(config, "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        "moe-token-dispatcher-type": "alltoall",
-    }
+    if scaling.kind == "linear":
+        return {"rotary-seq-len-interpolation-factor": round(scaling.factor)}
+    return {"use-rope-scaling": True, "rope-scaling-factor": scaling.factor}
 
 
-def _latent_attention(config: MegatronLmConfig) -> Arguments:
-    if not config.multi_latent_attention:
-        return {}
-    return {
-        "multi-latent-attention": True,
-        **_same(config, "q_lora_rank", "kv_lora_rank"),
-        **_same(config, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        "qk-layernorm": True,
-        "rope-type": "rope",
-        "no-rope-fusion": True,  # transformer_config.py: for latent attention with YaRN only
-    }
+def _as_text(value: Any) -> ArgumentValue | None:
+    """Write lists as arguments.py reads them: `--window-size=127,0`, `--no-rope-freq=[0,1]`."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).replace(" ", "") if isinstance(value, list) else value
+
+
+def _runs(model: ModelSpec) -> list[tuple[bool, int]]:
+    """Count layers with experts and without, one run after the other."""
+    kinds = [model.has_experts(layer) for layer in range(model.layers)]
+    return [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
 
 
 def _layout(config: MegatronLmConfig) -> Arguments:
-    uneven = stage_layout(config.pipeline_layer_split, config.mtp_num_layers or 0)
-    experts = config.num_moe_experts is not None
+    uneven = stage_layout(config.pipeline_layer_split, config.model.mtp_layers)
+    experts = config.model.moe is not None
     return {
         **_same(config, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
         "pipeline-model-parallel-layout": uneven,

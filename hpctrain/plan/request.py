@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hpctrain.plan.abilities.trainable_megatron import own_layers_for
 from hpctrain.plan.documents import Goal
 from hpctrain.plan.model.parameters import ModelCounts, count_model
 from hpctrain.spec.calibration import Calibration, SiteLearning, Uncertainty
@@ -57,7 +58,8 @@ class PlanRequest:
         if engine.abilities.model_classes == MEGATRON_CORE and engine.implementation == "auto":
             # the layers of megatron-core that the profile promises
             promised = self.profile.software.transformer_engine and not self.profile.gpu.emulated
-            chosen = "transformer_engine" if promised else "local"
+            fused = promised and own_layers_for(spec.model) is None
+            chosen = "transformer_engine" if fused else "local"
             engine = engine.model_copy(update={"implementation": chosen})
         if spec.precision == "fp8" and engine.megatron.fp8_recipe == "auto":
             # current scaling as the recipes of Megatron-Bridge for Hopper, block scaling in

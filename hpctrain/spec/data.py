@@ -56,8 +56,8 @@ class DataSpec(Document):
     )
     sources: tuple[DataSource, ...] = Field(
         (),
-        description="tokens: a blend; other formats: all of them, one behind the other. Or the path "
-        "of a file with weights and prefixes by turns (Megatron-LM's data-args-path)",
+        description="tokens: a blend; other formats: all of them, one behind the other. Or the "
+        "path of a file with weights and prefixes by turns (Megatron-LM's data-args-path)",
     )
     document_end: int | None = Field(
         None, ge=0, description="tokens: the token that ends a document, for the two fields below"

@@ -179,7 +179,7 @@ class ModelSpec(Document):
     vocab_multiple: int | None = Field(
         None,
         ge=1,
-        description="Rows of embeddings are padded to a multiple of this times tp, in megatron-core; "
+        description="megatron-core: rows of embeddings are padded to a multiple of this times tp; "
         "default: 128",
     )
     pattern: tuple[Mixer, ...] = Field(

@@ -22,7 +22,13 @@ from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
-from hpctrain.spec.engines.abilities import Choices, EngineAbilities, Precision, RecomputeModule
+from hpctrain.spec.engines.abilities import (
+    MEGATRON_CORE,
+    Choices,
+    EngineAbilities,
+    Precision,
+    RecomputeModule,
+)
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.job_text import HINT, JobText, expanded_here, secret_reason
 from hpctrain.spec.model import LoraSpec as LoraSpec
@@ -612,8 +618,8 @@ class RunSpec(Document):
         family = self.model.family
         if self.model.reads_images and self.budget.tokens is not None:
             raise ValueError(f"budget.tokens counts tokens of text: give `steps` for a {family}")
-        able = self.engine.abilities.families
-        if self.model.reads_images and able is not None and family not in able:
+        able = self.engine.abilities
+        if self.model.reads_images and able.model_classes == MEGATRON_CORE:
             engine = self.engine.name
             raise ValueError(f"engine {engine} trains no {family}: set `engine.name` to `ddp`")
         return self

@@ -6,20 +6,216 @@ Belongs here: one message for each, with its field. Does not belong here: what h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from hpctrain.spec.families import family_named, read_config
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
+
+
+def _mixes(model: ModelSpec, mixer: str) -> bool:
+    return any(model.mixer(layer) == mixer for layer in range(model.layers))
+
+
+def _chosen_from_groups(model: ModelSpec) -> int | None:
+    """Experts of a group whose scores megatron-core adds up to rank it (moe_utils.py,
+    group_limited_topk); None without groups."""
+    moe = model.moe
+    return None if moe is None or moe.top_groups is None else moe.top_k // moe.top_groups
+
+
+def _repeats(model: ModelSpec) -> bool:
+    """Tell whether a layer behind the model is like any other: it does not know its number."""
+    attends, rotates = model.attends, model.rotates
+    own = (attends.window, attends.chunk, rotates.without, model.parallel_residual)
+    return not any(own)
+
+
+# Parts of a model that megatron-core 0.16.1 and 0.19.2 and the layers that hpctrain adds to them
+# (`train/engines/megatron/layers.py`) do not have: whether a model has one, its field, and why not.
+_MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
+    (
+        lambda model: model.reads_masked_text and model.family != "bert",
+        "family",
+        "its encoder is BERT's, with two segments and a norm before each part",
+    ),
+    (
+        lambda model: _mixes(model, "mamba"),
+        "pattern",
+        "its state spaces are kernels of mamba_ssm, which hpctrain has not trained",
+    ),
+    (
+        lambda model: _mixes(model, "linear"),
+        "pattern",
+        "its linear attention is kernels of flash-linear-attention, which hpctrain has not trained",
+    ),
+    (
+        lambda model: model.single_blocks,
+        "single_blocks",
+        "its GPT has attention and an MLP in each layer",
+    ),
+    (
+        lambda model: model.activation == "xielu",
+        "activation",
+        "it has no xielu, whose slopes are learned",
+    ),
+    (
+        lambda model: model.norm_place == "after" and not model.final_norm,
+        "norm_place",
+        "its norms are before a sum or on what is added, not behind the sum",
+    ),
+    (
+        lambda model: model.embedding_size is not None,
+        "embedding_size",
+        "its embeddings have the size of its layers",
+    ),
+    (
+        lambda model: model.mla is not None and model.bias in (True, "qkv", "attention"),
+        "bias",
+        "its latent attention has no biases at the down projections",
+    ),
+    (
+        lambda model: model.mla is not None and model.attends.scale is not None,
+        "attention.scale",
+        "the scale of latent attention follows from its sizes",
+    ),
+    (
+        lambda model: model.mla is not None and model.attends.qk_norm is not None,
+        "attention.qk_norm",
+        "latent attention has norms behind its down projections instead",
+    ),
+    (
+        lambda model: (
+            model.mla is not None
+            and model.rotates.scaling is not None
+            and model.rotates.scaling.kind != "yarn"
+        ),
+        "rope.scaling.kind",
+        "latent attention is scaled by yarn only",
+    ),
+    (
+        lambda model: (
+            model.rotates.scaling is not None
+            and model.rotates.scaling.kind == "dynamic"
+            and model.seq > (model.rotates.scaling.original_seq or model.max_seq or model.seq)
+        ),
+        "rope.scaling.kind",
+        "dynamic scaling follows the length of each sequence: not above `max_seq`",
+    ),
+    (
+        lambda model: model.moe and model.moe.score == "sigmoid" and not model.moe.normalize,
+        "moe.normalize",
+        "sigmoid scores are divided by their sum, and weigh what experts return",
+    ),
+    (
+        lambda model: model.moe and model.moe.score == "softmax" and model.moe.expert_bias,
+        "moe.expert_bias",
+        "it balances by biases with `score: sigmoid` only",
+    ),
+    (
+        lambda model: (
+            model.moe
+            and model.moe.score == "softmax"
+            and _chosen_from_groups(model) != 1
+            and _chosen_from_groups(model) is not None
+        ),
+        "moe.groups",
+        "it ranks a group by the sum of its best experts, and these by the best one alone",
+    ),
+    (
+        lambda model: (
+            model.moe
+            and model.moe.score == "sigmoid"
+            and _chosen_from_groups(model) not in (None, 2)
+        ),
+        "moe.groups",
+        "it ranks a group by `top_k / top_groups` of its experts, and these by two",
+    ),
+    (
+        lambda model: model.mtp_layers and not _repeats(model),
+        "mtp_layers",
+        "a prediction layer has no place in a pattern of layers, nor a parallel residual",
+    ),
+)
+
+
+def missing_parts(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield (field of `model`, why megatron-core has it not)."""
+    for has, field, why in _MISSING:
+        if has(model):
+            yield field, why
+
+
+# Parts that hpctrain adds to megatron-core, in a process of its own alone: an external Megatron-LM
+# has them not.
+_ADDED: tuple[tuple[Callable[[ModelSpec], object], str], ...] = (
+    (lambda model: model.norm_place != "before", "norm_place"),
+    (lambda model: model.norm not in ("layernorm", "rmsnorm"), "norm"),
+    (lambda model: model.parallel_residual, "parallel_residual"),
+    (lambda model: model.residual_scale != 1, "residual_scale"),
+    (lambda model: model.embedding_scale != 1, "embedding_scale"),
+    (lambda model: model.embedding_norm, "embedding_norm"),
+    (lambda model: model.position_offset, "position_offset"),
+    (lambda model: model.positions == "alibi", "positions"),
+    (lambda model: model.logit_scale != 1, "logit_scale"),
+    (lambda model: model.logit_soft_cap, "logit_soft_cap"),
+    (lambda model: model.output_bias, "output_bias"),
+    (lambda model: model.bias in ("attention", "mlp"), "bias"),
+    (lambda model: model.attends.soft_cap, "attention.soft_cap"),
+    (lambda model: model.attends.chunk, "attention.chunk"),
+    (lambda model: model.attends.qk_norm not in (None, "head"), "attention.qk_norm"),
+    (lambda model: model.rotates.window_base, "rope.window_base"),
+    (lambda model: _scaled_otherwise(model), "rope.scaling"),
+    (
+        lambda model: model.activation not in ("gelu", "gelu_tanh", "swiglu", "squared_relu"),
+        "activation",
+    ),
+)
+
+
+def _scaled_otherwise(model: ModelSpec) -> bool:
+    """Tell whether rotary positions are scaled as no argument of Megatron-LM does it.
+
+    It scales linearly by whole numbers, and as Llama 3.1 with its own constants
+    (rotary_pos_embedding.py, apply_scaling).
+    """
+    scaling = model.rotates.scaling
+    if scaling is None or model.mla is not None:
+        return False
+    if scaling.kind == "linear":
+        return not scaling.factor.is_integer()
+    llama = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_seq)
+    return scaling.kind != "llama3" or llama != (1, 4, 8192)
+
+
+def added_parts(model: ModelSpec) -> Iterator[str]:
+    """Yield the fields of `model` that megatron-core has not, and hpctrain adds."""
+    yield from (field for has, field in _ADDED if has(model))
+
+
+def own_layers_for(model: ModelSpec) -> str | None:
+    """Name the part for which core attention must be unfused: TransformerEngine has it not."""
+    parts = {
+        "attention.soft_cap": model.attends.soft_cap is not None,
+        "attention.chunk": model.attends.chunk is not None,
+        "positions: alibi": model.positions == "alibi",
+    }
+    return next((name for name, present in parts.items() if present), None)
+
 
 _LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
 
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted path of the field, what the trainer lacks)."""
-    bert = spec.model.family == "bert"
-    if spec.model.mla is not None and spec.engine.implementation == "local":
-        message = (
-            "latent attention needs TransformerEngine, megatron-core's own layers cannot do it"
-        )
+    model = spec.model
+    bert = model.reads_masked_text
+    for field, why in missing_parts(model):
+        yield f"model.{field}", f"megatron-core cannot train this model: {why}"
+    yield from _unknown_names(model)
+    unfused = own_layers_for(model)
+    if unfused is not None and spec.engine.implementation == "transformer_engine":
+        message = f"TransformerEngine's attention has no {unfused}: say local"
         yield "engine.implementation", message
     yield from _untrainable_options(spec)
     learned = spec.model.classes is None and spec.learned_task in _LEARNED_FROM_TOKENS
@@ -30,6 +226,16 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "model.pretrained", "hpctrain converts no BERT to megatron-core"
     if bert and spec.parallel != "auto" and spec.parallel.cp > 1:
         yield "parallel.cp", "megatron-core's BERT has no context parallelism: say 1"
+
+
+def _unknown_names(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield the names of a config.json that only the class of transformers may know."""
+    family = family_named(model.family)
+    if model.config is None or family is None:
+        return
+    for name, value in read_config(model.config, family).unknown:
+        message = f"{name} is {value}, which megatron-core is not told: remove it, or train by fsdp"
+        yield "model.config", message
 
 
 def _untrainable_options(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,11 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted path of the field, what Megatron-LM lacks)."""
     checkpoint, rollback = spec.checkpoint, spec.supervise.rollback
     yield from trainable_megatron.untrainable(spec)
+    if spec.model.reads_masked_text:
+        yield "model.family", "its `pretrain_gpt.py` trains no encoders: say engine megatron"
+    for field in trainable_megatron.added_parts(spec.model):
+        message = "hpctrain adds this part to megatron-core, Megatron-LM has it not: say megatron"
+        yield f"model.{field}", message
     if spec.precision in ("fp8", "fp4"):
         kind = "fp8-format: hybrid" if spec.precision == "fp8" else "fp4-format: e2m1"
         message = (

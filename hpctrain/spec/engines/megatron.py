@@ -278,7 +278,6 @@ ABILITIES = EngineAbilities(
     export="hpctrain.convert.run_checkpoint:export_megatron",
     trained_precisions=("bf16", "fp32", "fp8", "fp4"),  # 8 and 4 bits by TransformerEngine
     model_classes=MEGATRON_CORE,
-    families=("gpt", "llama", "bert"),
     weights="megatron_core",
     pads_vocab=True,
     documents=("joined", "restart"),

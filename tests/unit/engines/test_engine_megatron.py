@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planned_job import planned_job
 
-from hpctrain.engines.megatron import MegatronConfig, megatron_config, megatron_model
+from hpctrain.engines.megatron import MegatronConfig, core_fields, megatron_config
 from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.verification import BuiltModel, BuiltStage, Verification, compare
 from hpctrain.plan.documents import (
@@ -19,6 +20,7 @@ from hpctrain.plan.documents import (
     Stage,
 )
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,10 +48,10 @@ def told_model(parallel: dict[str, Any] | None = None, **model: Any) -> Megatron
 
 def test_gpt() -> None:
     config = told("gpt175b", "a100x64")
-    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (96, 12288, 49152)
-    assert (config.activation, config.normalization) == ("gelu", "LayerNorm")
-    assert config.position_embedding_type == "learned_absolute"
-    assert config.share_embeddings_and_output_weights and config.add_bias_linear
+    model = config.model
+    assert (model.layers, model.hidden, model.ffn_size) == (96, 12288, 49152)
+    assert (model.activation, model.norm, model.positions) == ("gelu", "layernorm", "learned")
+    assert model.tied and model.bias is True
     assert config.padded_vocab_size % (128 * config.tensor_model_parallel_size) == 0
     assert config.virtual_pipeline_model_parallel_size == 3
     assert config.pipeline_layer_split == ((4, 4, 4),) * 8
@@ -59,9 +61,9 @@ def test_gpt() -> None:
 
 def test_llama() -> None:
     config = told("llama7b", "a100x1")
-    assert (config.activation, config.normalization) == ("swiglu", "RMSNorm")
-    assert (config.position_embedding_type, config.ffn_hidden_size) == ("rope", 11008)
-    assert not config.share_embeddings_and_output_weights and not config.add_bias_linear
+    model = config.model
+    assert (model.activation, model.norm, model.positions) == ("swiglu", "rmsnorm", "rope")
+    assert model.ffn == 11008 and not model.tied and not model.bias
     assert config.data_parallel_size == 8 and config.virtual_pipeline_model_parallel_size is None
     assert config.lr_decay_steps == config.train_steps, "the decay takes the whole budget"
 
@@ -121,18 +123,75 @@ EXPERTS = dict(experts=8, top_k=2, ffn=1024, shared_ffn=2048, dense_layers=1)
 LATENT = dict(kv_rank=512, nope_dim=64, rope_dim=32, value_dim=96)
 
 
+def fields_of(**model: Any) -> dict[str, Any]:
+    return core_fields(told_model(**model).model)
+
+
 def test_a_dense_model_has_none_of_it() -> None:
-    config = told_model()
-    assert config.num_moe_experts is None and config.mtp_num_layers is None
-    assert not config.multi_latent_attention and config.expert_model_parallel_size == 1
+    fields = fields_of()
+    assert fields["mtp_num_layers"] is None and fields["softmax_scale"] is None
+    assert not {"num_moe_experts", "multi_latent_attention", "window_size", "no_rope_freq"} & {
+        *fields
+    }
+    assert told_model().expert_model_parallel_size == 1
 
 
 def test_experts() -> None:
-    config = told_model(moe=EXPERTS)
-    assert (config.num_moe_experts, config.moe_router_topk) == (8, 2)
-    assert (config.moe_ffn_hidden_size, config.moe_shared_expert_intermediate_size) == (1024, 2048)
-    assert config.moe_first_dense_layers == 1
-    assert told_model(moe={**EXPERTS, "shared_ffn": 0}).moe_shared_expert_intermediate_size is None
+    fields = fields_of(moe=EXPERTS)
+    assert (fields["num_moe_experts"], fields["moe_router_topk"]) == (8, 2)
+    assert fields["moe_ffn_hidden_size"] == 1024
+    assert fields["moe_shared_expert_intermediate_size"] == 2048
+    assert fields["moe_layer_freq"] == [0, 1, 1, 1]
+    alone = fields_of(moe={**EXPERTS, "shared_ffn": 0, "every": 2, "dense_layers": 0})
+    assert alone["moe_shared_expert_intermediate_size"] is None
+    assert alone["moe_layer_freq"] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        (dict(bias="qkv"), dict(add_bias_linear=False, add_qkv_bias=True)),
+        (dict(bias=True), dict(add_bias_linear=True, add_qkv_bias=False)),
+        (dict(activation="geglu_tanh"), dict(gated_linear_unit=True)),
+        (dict(norm_zero_centered=True), dict(layernorm_zero_centered_gamma=True)),
+        (
+            dict(attention=dict(window=128), pattern=["window", "full"]),
+            dict(window_size=(127, 0), window_attn_skip_freq=[1, 0, 1, 0]),
+        ),
+        (
+            dict(attention=dict(qk_norm="head", scale=0.5)),
+            dict(qk_layernorm=True, softmax_scale=0.5),
+        ),
+        (dict(attention=dict(sinks=True)), dict(softmax_type="learnable")),
+        (dict(rope=dict(without=[False, True])), dict(no_rope_freq=[0, 1, 0, 1])),
+        (dict(rope=dict(interleaved=True)), dict(rotary_interleaved=True)),
+        (
+            dict(moe={**EXPERTS, "score": "sigmoid", "expert_bias": True, "scale": 2.5}),
+            dict(
+                moe_router_score_function="sigmoid",
+                moe_router_enable_expert_bias=True,
+                moe_router_topk_scaling_factor=2.5,
+            ),
+        ),
+        (dict(moe={**EXPERTS, "normalize": False}), dict(moe_router_pre_softmax=True)),
+        (
+            dict(moe={**EXPERTS, "groups": 4, "top_groups": 2, "balance_loss": 0.0}),
+            dict(
+                moe_router_num_groups=4,
+                moe_router_group_topk=2,
+                moe_router_load_balancing_type="none",
+            ),
+        ),
+        (
+            dict(mla=LATENT, rope=dict(scaling=dict(kind="yarn", factor=40, original_seq=4096))),
+            dict(rope_type="yarn", rotary_scaling_factor=40, beta_fast=32, mscale_all_dim=0.0),
+        ),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_parts_are_fields_of_megatron_core(part: dict[str, Any], fields: dict[str, Any]) -> None:
+    found = fields_of(**part)
+    assert {name: found[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize(("ep", "expert_tp"), [(1, 2), (4, 1)])
@@ -144,35 +203,62 @@ def test_experts_are_split_over_tp_or_spread_whole(ep: int, expert_tp: int) -> N
 
 
 def test_latent_attention() -> None:
-    config = told_model(mla=LATENT)
-    assert config.multi_latent_attention and config.q_lora_rank is None
-    sizes = (config.kv_lora_rank, config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim)
-    assert sizes == (512, 64, 32, 96)
-    assert told_model(mla={**LATENT, "q_rank": 768}).q_lora_rank == 768
+    fields = fields_of(mla=LATENT)
+    assert fields["multi_latent_attention"] and fields["q_lora_rank"] is None
+    names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    assert [fields[name] for name in names] == [512, 64, 32, 96]
+    assert fields_of(mla={**LATENT, "q_rank": 768})["q_lora_rank"] == 768
 
 
 def test_prediction_layers() -> None:
-    assert told_model(mtp_layers=2).mtp_num_layers == 2
+    assert fields_of(mtp_layers=2)["mtp_num_layers"] == 2
+
+
+# A train.json of earlier versions, with the model in megatron-core's names.
+FORMER: dict[str, Any] = dict(
+    num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2,
+    kv_channels=16, activation="swiglu", normalization="RMSNorm", layernorm_epsilon=1e-5,
+    position_embedding_type="rope", rotary_base=10000, share_embeddings_and_output_weights=False,
+    add_bias_linear=False, dropout=0.0,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("former", "model"),
     [
-        {},
-        dict(moe=EXPERTS),
-        dict(moe={**EXPERTS, "shared_ffn": 0, "dense_layers": 0}, kv_heads=8),
-        dict(mla=LATENT),
-        dict(mla={**LATENT, "q_rank": 768}, mtp_layers=1),
-        dict(family="gpt", **dict.fromkeys(("activation", "norm", "positions", "tied", "bias"))),
-        dict(family="bert", **dict.fromkeys(("activation", "norm", "positions", "tied", "bias"))),
+        ({}, dict(family="llama", kv_heads=2, head_dim=16)),
+        (
+            dict(num_moe_experts=4, moe_ffn_hidden_size=48, moe_first_dense_layers=1),
+            dict(moe=dict(experts=4, top_k=2, ffn=48, dense_layers=1), kv_heads=2, head_dim=16),
+        ),
+        (
+            dict(multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, mtp_num_layers=1),
+            dict(mla=dict(q_rank=24, kv_rank=16), mtp_layers=1),
+        ),
+        (
+            dict(
+                model_type="bert", activation="gelu", normalization="LayerNorm",
+                position_embedding_type="learned_absolute", add_bias_linear=True,
+                share_embeddings_and_output_weights=True,
+            ),
+            dict(
+                family="bert", kv_heads=2, head_dim=16, activation="gelu", norm="layernorm",
+                positions="learned", tied=True, bias=True, norm_epsilon=1e-5,
+            ),
+        ),
     ],
-    ids=["llama", "experts", "grouped", "latent", "prediction", "gpt", "bert"],
-)
-def test_the_model_comes_back_from_megatrons_names(model: dict[str, Any]) -> None:
-    config = told_model(**model)
-    again = megatron_model(config.model, config.padded_vocab_size, config.transformer_impl)
-    assert dict(again) == {name: getattr(config, name) for name in dict(again)}
-    assert config.model.family == model.get("family", "llama")
+    ids=["llama", "experts", "latent", "bert"],
+)  # fmt: skip
+def test_a_document_of_earlier_versions_is_read(
+    former: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """Runs that wait in the queue have one."""
+    now = told_model().model_dump(mode="json", exclude={"model"})
+    config = parse_train_config(json.dumps({**now, **FORMER, **former}))
+    assert isinstance(config, MegatronConfig)
+    shape = dict(layers=4, hidden=64, ffn=128, heads=4, vocab=now["vocab_size"])
+    expected = dict(family="llama", seq=now["seq_length"]) | shape | model
+    assert config.model == ModelSpec.model_validate(expected)
     assert parse_train_config(config.model_dump_json()) == config
 
 

@@ -63,7 +63,7 @@ def test_the_process_is_given_the_training_configuration(
     verification = verify_plan(job, python=python)
     assert verification.equal and verification.megatron_core_version == "1"
     config = parse_train_config(told.read_text())
-    assert isinstance(config, MegatronConfig) and config.num_layers == job.spec.model.layers
+    assert isinstance(config, MegatronConfig) and config.model == job.spec.model
 
 
 def test_missing_packages_are_named_with_what_to_install(

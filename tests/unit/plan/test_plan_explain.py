@@ -287,7 +287,7 @@ def test_impossible_plans_are_refused_in_words(changes: dict[str, Any], words: l
             "decides itself when",
         ),
         (dict(precision="fp16"), "not in fp16"),
-        (dict(model={**GPT_TINY, "family": "distilbert"}), "not distilbert"),
+        (dict(model={**GPT_TINY, "family": "distilbert"}), "its encoder is BERT's"),
         (dict(model={**GPT_TINY, "family": "bert", "classes": 3}), "whole models from tokens"),
         (dict(model={**GPT_TINY, "family": "bert", "pretrained": "/x"}), "converts no BERT"),
         (
@@ -296,10 +296,10 @@ def test_impossible_plans_are_refused_in_words(changes: dict[str, Any], words: l
         ),
         (
             dict(
-                model={**SMALL, "mla": dict(kv_rank=64)},
-                engine={"implementation": "local"},
+                model={**SMALL, "attention": dict(soft_cap=30)},
+                engine={"implementation": "transformer_engine"},
             ),
-            "needs TransformerEngine",
+            "no attention.soft_cap: say local",
         ),
         (dict(optimizer={"lr": 1e-3, "offload": "cpu"}), "optimizer's state on cpu"),
     ],

@@ -69,7 +69,7 @@ def open_userbuffers(config: MegatronConfig) -> None:
         modes = base.UserBufferQuantizationMode
         buffers = dict(quantization_modes=[modes.FP8 if eight_bits else modes.NONE])
     base.initialize_ub(
-        shape=[tokens, config.hidden_size],
+        shape=[tokens, config.model.hidden],
         tp_size=config.tensor_model_parallel_size,
         ub_cfgs={},  # TransformerEngine's own choice for each product
         bootstrap_backend=message_settings(config)["tp_comm_bootstrap_backend"],

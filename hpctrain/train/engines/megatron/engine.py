@@ -293,7 +293,7 @@ class MegatronEngine:
     def step(self) -> Any:
         """The function that megatron-core's schedules call per microbatch (schedules.py,
         forward_step)."""
-        if self.config.model_type == "bert":
+        if self.config.model.reads_masked_text:
             return MaskedTokensStep(self.config, self.mesh.device, _MaskedLoss)
         return forward_step
 

@@ -37,6 +37,8 @@ def install() -> None:
         keep_step_while_loading,
         separate_adam_steps,
         define_router_product,
+        define_duplicated_linear,
+        add_biases_of_experts,
     ):
         if correct.__name__ not in current().mended:
             correct()
@@ -162,19 +164,26 @@ def count_duplicated_weights_once() -> None:
 
 
 def allow_norms_with_sequence_parallel() -> None:
-    """Allow torch's norms under sequence parallelism, which torch_norm.py refuses.
+    """Allow torch's norms under sequence parallelism, which torch_norm.py refuses, and those kinds
+    of norms that it has not.
 
     The fused norms only add the attribute that makes `finalize_model_grads` sum the norm's
     gradients over the tensor-parallel group.
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from hpctrain.train.engines.megatron.layers import Norm, has_own_norms
+
     original = WrappedTorchNorm.__new__
 
-    def new(cls: Any, config: Any, *args: Any, **keywords: Any) -> Any:
+    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **keywords: Any) -> Any:
         enabled, config.sequence_parallel = config.sequence_parallel, False
+        record = getattr(config, "record", None)
         try:
-            norm = original(cls, config, *args, **keywords)
+            if record is not None and has_own_norms(record):
+                norm = Norm(record, hidden_size, eps)
+            else:
+                norm = original(cls, config, hidden_size, eps, **keywords)
         finally:
             config.sequence_parallel = enabled
         for parameter in norm.parameters():
@@ -193,6 +202,38 @@ def define_router_product() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def define_duplicated_linear() -> None:
+    """Let latent attention be built where TransformerEngine is missing.
+
+    multi_latent_attention.py asks `isinstance(..., TELinear)`, which is None there.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = _NoLinear
+
+
+class _NoLinear:
+    """A class without instances."""
+
+
+def add_biases_of_experts() -> None:
+    """Let experts on one tensor-parallel rank add their biases.
+
+    mlp.py adds them in place to what an autograd function without anything to do has returned as it
+    was: autograd refuses that.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    original = layers.reduce_from_tensor_model_parallel_region
+
+    def reduce(input_: Any, group: Any = None) -> Any:
+        alone = group is not None and group.size() == 1
+        return input_ if alone else original(input_, group=group)
+
+    layers.reduce_from_tensor_model_parallel_region = reduce
 
 
 def keep_step_while_loading() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import (
@@ -32,8 +32,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.module import Float16Module
@@ -43,11 +41,12 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.megatron import INITIAL_STD, MegatronConfig, core_fields, position_kind
 from hpctrain.train import software
 from hpctrain.train.data import Microbatch
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.core_versions.supported import current
+from hpctrain.train.engines.megatron.layers import arrange_ends, arranged, scale_rotary
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.option_settings import (
     dispatch_settings,
@@ -92,8 +91,8 @@ def build_bert(
         max_sequence_length=config.seq_length,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
+        share_embeddings_and_output_weights=config.model.tied,
+        position_embedding_type=position_kind(config.model),
         add_binary_head=False,
         vp_stage=stage,
     )
@@ -136,11 +135,19 @@ class MaskedTokensStep:
         return losses, self.loss_of(masked.to(torch.float32))
 
 
-_ACTIVATIONS = {
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+# Of an MLP, with or without a gate.
+_ACTIVATIONS: dict[str | None, Any] = {
     "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "geglu_tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "reglu": functional.relu,
     "squared_relu": squared_relu,
+    "silu": functional.silu,
+    "swiglu": functional.silu,
+    "swiglu_clamped": quick_gelu,
 }
 
 
@@ -190,7 +197,7 @@ def build_chunks(config: MegatronConfig, settings: TransformerConfig) -> list[An
     for stage in range(chunks) if chunks else (None,):
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        if config.model_type == "bert":
+        if config.model.reads_masked_text:
             fused = uses_transformer_engine(config)
             models.append(build_bert(config, settings, stage, fused=fused, first=first, last=last))
         else:
@@ -207,40 +214,39 @@ def _build_gpt(
     last: bool,
 ) -> GPTModel:
     """Build one chunk; `stage` is its virtual stage, `first` embeds, `last` has the head."""
-    engine = uses_transformer_engine(config)
+    model, engine = config.model, uses_transformer_engine(config)
+    kinds = dict(normalization=settings.normalization)
     layers: Any
-    if config.num_moe_experts is not None:  # layers differ: one spec for each
-        layers = get_gpt_decoder_block_spec(
-            settings, engine, normalization=config.normalization, vp_stage=stage
-        )
+    if model.moe is not None:  # layers differ: one spec for each
+        layers = get_gpt_decoder_block_spec(settings, engine, vp_stage=stage, **kinds)
+        own = [arranged(layer, settings, engine) for layer in layers.layer_specs]
+        layers = replace(layers, layer_specs=own)
     else:
-        kinds = dict(
-            multi_latent_attention=config.multi_latent_attention, qk_layernorm=settings.qk_layernorm
-        )
-        layers = (
-            get_gpt_layer_with_transformer_engine_spec(**kinds)
-            if engine
-            else get_gpt_layer_local_spec(normalization=config.normalization, **kinds)
-        )
+        [layers, *_] = get_gpt_decoder_layer_specs(settings, engine, **kinds)
+        layers = arranged(layers, settings, engine)
     prediction = None
-    if config.mtp_num_layers is not None:
+    if model.mtp_layers:
         # Like the model's last layer. Not like the chunk's own last layer, as in Megatron-LM: a
         # last chunk may have no layers.
-        specs = get_gpt_decoder_layer_specs(settings, engine, normalization=config.normalization)
-        prediction = get_gpt_mtp_block_spec(settings, specs[-1], engine, vp_stage=stage)
-    return GPTModel(
+        last_layer = get_gpt_decoder_layer_specs(settings, engine, **kinds)[-1]
+        last_layer = arranged(last_layer, settings, engine)
+        prediction = get_gpt_mtp_block_spec(settings, last_layer, engine, vp_stage=stage)
+    chunk = GPTModel(
         settings,
         layers,
         vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.seq_length,
+        max_sequence_length=(model.max_seq or model.seq) + model.position_offset,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
-        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type=position_kind(model),
+        rotary_percent=model.rotates.partial,
+        rotary_base=model.rope_base,
         mtp_block_spec=prediction,
         vp_stage=stage,
     )
+    arrange_ends(chunk, settings)
+    return chunk
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
@@ -262,37 +268,26 @@ def transformer_settings(
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     fused = _fusion_settings(config, not on_cpu() if compiled is None else compiled)
-    activation = _ACTIVATIONS[config.activation]
-    if fused["bias_activation_fusion"] and config.activation == "gelu_tanh":
+    model = config.model
+    activation = _ACTIVATIONS[model.activation]
+    if fused["bias_activation_fusion"] and model.activation == "gelu_tanh":
         # megatron-core selects its fused GELU by `functional.gelu`, and approximates it with tanh
         # (fusions/fused_bias_gelu.py): exactly `gelu_tanh`
         activation = functional.gelu
     # Not `perform_initialization=False`: that also skips the attribute `tensor_model_parallel`
     # (tensor_parallel/layers.py), without which the gradient norm counts one tensor rank only.
+    std = model.init_std or INITIAL_STD
     # Standard deviations as megatron-core's own (utils.py, init_method_normal and
     # scaled_init_method_normal; Megatron-LM's 0.02).
     initialisers = dict(
-        init_method=noted(config.init_method_std),
-        output_layer_init_method=noted(
-            config.init_method_std / math.sqrt(2.0 * config.num_layers)
-        ),
-        embedding_init_method=noted(config.init_method_std),
+        init_method=noted(std),
+        output_layer_init_method=noted(std / math.sqrt(2.0 * model.layers)),
+        embedding_init_method=noted(std),
     )
-    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
-    return kind(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        normalization=config.normalization,
-        layernorm_epsilon=config.layernorm_epsilon,
-        add_bias_linear=config.add_bias_linear,
-        gated_linear_unit=config.activation == "swiglu",
+    kind = TransformerConfig if model.mla is None else MLATransformerConfig
+    settings = kind(
+        **core_fields(model),
         activation_func=activation,
-        hidden_dropout=config.dropout,
-        attention_dropout=config.dropout,
         attention_softmax_in_fp32=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -300,7 +295,7 @@ def transformer_settings(
         use_cpu_initialization=on_meta,
         deterministic_mode=config.deterministic_mode,
         # how many words are masked differs from microbatch to microbatch
-        calculate_per_token_loss=config.model_type == "bert",
+        calculate_per_token_loss=config.model.reads_masked_text,
         # Saves memory on GPUs, where NCCL's streams keep an output until it is sent. gloo sends
         # from the tensor's memory: with overlapped transfers the next stage would sometimes
         # receive other data.
@@ -309,62 +304,29 @@ def transformer_settings(
         **_parallel_settings(config),
         **fused,
         **_expert_settings(config),
-        **_latent_settings(config),
         **number_format_settings(config),
         **recompute_settings(config),
         **offload_settings(config),
         **message_settings(config),
         **graph_settings(config),
     )
+    settings.record = model  # what `layers` reads
+    scale_rotary(settings, model)
+    return settings
 
 
 def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return the settings of experts and prediction layers: dropless routing.
+    """Return how experts are split and computed.
 
-    Experts run one after the other without TransformerEngine and as one grouped product with it.
-    megatron-core refuses top-1 routing unless the softmax comes first.
+    They run one after the other without TransformerEngine and as one grouped product with it.
     """
-    predicted = dict(mtp_num_layers=config.mtp_num_layers)
-    if config.num_moe_experts is None:
-        return predicted
-    dense = config.moe_first_dense_layers
-    return predicted | dict(
-        num_moe_experts=config.num_moe_experts,
-        moe_layer_freq=[0] * dense + [1] * (config.num_layers - dense),
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
-        moe_router_topk=config.moe_router_topk,
-        moe_router_pre_softmax=config.moe_router_topk == 1,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type=config.moe_router_load_balancing_type,
-        moe_aux_loss_coeff=config.moe_aux_loss_coeff,
-        moe_z_loss_coeff=config.moe_z_loss_coeff,
+    if config.model.moe is None:
+        return {}
+    return dict(
         moe_grouped_gemm=uses_transformer_engine(config),
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_ranks,
         **dispatch_settings(config),
-    )
-
-
-def _latent_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return the settings of multi-head latent attention: norms behind both low-rank projections,
-    and plain rotary positions.
-
-    The norms: DeepSeek-V2, arXiv 2405.04434, section 3.1.2 ("additional RMS Norm layers after
-    the compressed latent vectors").
-    """
-    if not config.multi_latent_attention:
-        return {}
-    return dict(
-        multi_latent_attention=True,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_head_dim=config.qk_head_dim,
-        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
-        v_head_dim=config.v_head_dim,
-        qk_layernorm=True,
-        rope_type="rope",
-        rotary_base=config.rotary_base,
     )
 
 
@@ -382,7 +344,7 @@ def _parallel_settings(config: MegatronConfig) -> dict[str, Any]:
         context_parallel_size=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,
         pipeline_model_parallel_layout=stage_layout(
-            config.pipeline_layer_split, config.mtp_num_layers or 0
+            config.pipeline_layer_split, config.model.mtp_layers
         ),
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -416,14 +378,14 @@ def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
     add their biases themselves (experts.py, TEGroupedMLP). Norms that BERT has outside its layers
     are torch's where Apex is missing, and refuse `persist_layer_norm` (torch_norm.py).
     """
-    fused = uses_transformer_engine(config)
-    rotary = config.position_embedding_type == "rope" and not config.multi_latent_attention
+    model, fused = config.model, uses_transformer_engine(config)
+    rotary = model.positions == "rope" and model.mla is None
     # fused_bias_gelu.py approximates with tanh: not what `gelu` means
-    biased_gelu = config.activation == "gelu_tanh" and config.add_bias_linear
-    biased_experts = fused and config.num_moe_experts is not None and config.add_bias_linear
+    biased_gelu = model.activation == "gelu_tanh" and model.mlp_bias
+    biased_experts = fused and model.moe is not None and model.mlp_bias
     return dict(
         bias_dropout_fusion=compiled and not biased_experts,
-        bias_activation_fusion=compiled and (biased_gelu or config.activation == "swiglu"),
+        bias_activation_fusion=compiled and (biased_gelu or model.activation == "swiglu"),
         gradient_accumulation_fusion=fused and software.apex_wgrad().imported,
         apply_rope_fusion=fused and rotary,
         masked_softmax_fusion=False,

@@ -49,7 +49,7 @@ def gradient_settings(config: MegatronConfig) -> dict[str, Any]:
     """
     return dict(
         grad_reduce_in_fp32=config.grad_reduce_in_fp32,
-        average_in_collective=config.model_type != "bert" and not on_cpu(),
+        average_in_collective=not config.model.reads_masked_text and not on_cpu(),
         **_gathered_weights(config),
     )
 
@@ -145,7 +145,7 @@ def graph_settings(config: MegatronConfig) -> dict[str, Any]:
         return {}
     return {
         "cuda_graph_impl": config.cuda_graph_impl,
-        current().graphed_modules: [] if config.num_moe_experts is None else ["attn"],
+        current().graphed_modules: [] if config.model.moe is None else ["attn"],
         "cuda_graph_warmup_steps": CUDA_GRAPH_WARMUP_STEPS,
         # a graph replays only generators whose state lies on the GPU (cuda_graphs.py,
         # CudaGraphManager)

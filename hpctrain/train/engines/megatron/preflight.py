@@ -106,16 +106,16 @@ def _indivisible(config: MegatronConfig) -> Iterator[Problem]:
     """Check the sizes of the matrices that a rank multiplies."""
     blocks = config.fp4 is not None or config.fp8_recipe == "mxfp8"
     features, tokens = _MULTIPLES_OF_BLOCKS if blocks else _MULTIPLES_OF_8_BITS
-    tp = config.tensor_model_parallel_size
+    model, tp = config.model, config.tensor_model_parallel_size
     sizes = {
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size / tp": config.ffn_hidden_size // tp,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size / tp": model.ffn_size // tp,
     }
-    if config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None:
-        size = config.moe_ffn_hidden_size // config.expert_tensor_ranks
+    if model.moe is not None:
+        size = model.moe.ffn // config.expert_tensor_ranks
         sizes["moe_ffn_hidden_size / etp"] = size
-    if not config.multi_latent_attention:
-        sizes["heads x kv_channels / tp"] = config.num_attention_heads * config.kv_channels // tp
+    if model.mla is None:
+        sizes["heads x kv_channels / tp"] = model.heads * model.head_size // tp
     own = config.seq_length * config.micro_batch_size // config.context_parallel_size
     name = "fp4" if config.fp4 is not None else f"fp8 ({config.fp8_recipe})"
     for what, size, multiple in (
@@ -143,10 +143,10 @@ def _memory_problems(config: MegatronConfig) -> Iterator[Problem]:
     offloaded = config.cpu_offloading_num_layers
     if not offloaded:
         return
-    if offloaded >= config.num_layers:
+    if offloaded >= config.model.layers:
         yield Problem(
-            f"`activation_offload_layers` {offloaded} must be below the {config.num_layers} layers "
-            "of the model: the last ones are needed at once"
+            f"`activation_offload_layers` {offloaded} must be below the {config.model.layers} "
+            "layers of the model: the last ones are needed at once"
         )
     if config.pipeline_model_parallel_size > 1:
         yield Problem("`activation_offload_layers` needs a model without a pipeline: pp 1")
@@ -163,23 +163,23 @@ def _message_problems(config: MegatronConfig) -> Iterator[Problem]:
         if config.tensor_model_parallel_size == 1 or not config.sequence_parallel:
             # extensions/transformer_engine.py overlaps the gather and the scatter of sequences
             yield Problem("`tp_comm_overlap` needs tp of at least 2 with sequence_parallel")
-        if config.multi_latent_attention:
+        if config.model.mla is not None:
             # multi_latent_attention.py: q_up_proj and kv_up_proj, which have no buffers
             # (extensions/transformer_engine.py knows qkv, proj, fc1 and fc2)
             yield Problem("`tp_comm_overlap` does not know the projections of latent attention")
-        if config.mtp_num_layers:
+        if config.model.mtp_layers:
             # multi_token_prediction.py builds eh_proj without the name of a buffer
             yield Problem("`tp_comm_overlap` does not know the projection of prediction layers")
     if not config.defer_embedding_wgrad_compute:
         return
     if config.pipeline_model_parallel_size == 1:
         yield Problem("`defer_embedding_wgrad_compute` fills the end of a pipeline: pp is 1")
-    if config.mtp_num_layers:
+    if config.model.mtp_layers:
         # The output layer then runs several times per micro-batch. Its inputs are stored in the
         # order of the forward pass, its gradients in that of the backward pass, and both are taken
         # from the front (tensor_parallel/layers.py, utils.py drain_embedding_wgrad_compute).
         yield Problem("`defer_embedding_wgrad_compute` would be wrong with prediction layers")
-    if config.model_type == "bert":
+    if config.model.reads_masked_text:
         # bert_model.py has no buffers for it
         yield Problem("`defer_embedding_wgrad_compute` is for gpt and llama")
 
@@ -187,7 +187,7 @@ def _message_problems(config: MegatronConfig) -> Iterator[Problem]:
 def _dispatch_problems(config: MegatronConfig) -> Iterator[Problem]:
     """Check options of experts."""
     flex = config.moe_token_dispatcher_type == "flex"
-    if config.num_moe_experts is None:
+    if config.model.moe is None:
         for name, given in {
             "moe_token_dispatcher_type: flex": flex,
             "moe_permute_fusion": config.moe_permute_fusion,
@@ -201,7 +201,7 @@ def _dispatch_problems(config: MegatronConfig) -> Iterator[Problem]:
         # token_dispatcher.py: "Flex token dispatcher requires TPxEP > 1"
         yield Problem("`moe_token_dispatcher_type: flex` needs etp x ep above 1")
     if config.moe_shared_expert_overlap:
-        if config.moe_shared_expert_intermediate_size is None:
+        if not config.model.moe.shared_ffn:
             yield Problem("`moe_shared_expert_overlap` has no effect without `shared_ffn`")
         if flex:
             yield Problem("`moe_shared_expert_overlap` needs `moe_token_dispatcher_type: alltoall`")
@@ -215,7 +215,7 @@ def _graph_problems(config: MegatronConfig) -> Iterator[Problem]:
     graphs = f"`cuda_graph_impl: {kind}`"
     if config.accelerator == "cpu":
         yield Problem(f"{graphs} needs GPUs, and the run trains on CPUs")
-    if config.model_type == "bert":
+    if config.model.reads_masked_text:
         # each micro-batch has a mask of its own, which a graph would replay from the first
         yield Problem(f"{graphs} is for gpt and llama")
     if config.recompute_granularity == "full":
@@ -225,7 +225,7 @@ def _graph_problems(config: MegatronConfig) -> Iterator[Problem]:
     if config.cpu_offloading_num_layers:
         yield Problem(f"{graphs} does not go with `activation_offload_layers`")
     redrawn = {"core_attn", "mlp", "moe"} & set(config.recompute_modules)
-    if config.recompute_granularity == "selective" and config.dropout and redrawn:
+    if config.recompute_granularity == "selective" and config.model.dropout and redrawn:
         # transformer_config.py: "attention dropout is not supported with graphed attention
         # recomputation"
         yield Problem(
@@ -234,20 +234,10 @@ def _graph_problems(config: MegatronConfig) -> Iterator[Problem]:
         )
 
 
-# multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
-# does not take
-LATENT_NEEDS_ENGINE = Problem(
-    "multi-head latent attention needs TransformerEngine: megatron-core's own layers cannot",
-    hint="leave `engine.implementation` at auto, and install TransformerEngine",
-)
-
-
 def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]:
     """Yield everything that is wrong for megatron-core."""
     yield from _layout_problems(config)
     yield from _recompute_problems(config)
-    if config.multi_latent_attention and config.transformer_impl == "local":
-        yield LATENT_NEEDS_ENGINE
     if config.context_parallel_size > 1 and config.transformer_impl == "local":
         # dot_product_attention.py asserts context_parallel_size == 1
         yield Problem(
@@ -256,8 +246,8 @@ def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]
         )
     yield from _expert_problems(config)
     yield from option_problems(config)
-    learned_positions = config.position_embedding_type == "learned_absolute"
-    if config.mtp_num_layers and learned_positions and config.pipeline_model_parallel_size > 1:
+    learned_positions = config.model.positions == "learned"
+    if config.model.mtp_layers and learned_positions and config.pipeline_model_parallel_size > 1:
         # their copy is not in the group that sums gradients (parallel_state.py,
         # default_position_embedding_ranks: the first stage alone)
         yield Problem("prediction layers behind a pipeline need rotary positions")
@@ -265,11 +255,15 @@ def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]
 
 def _layout_problems(config: MegatronConfig) -> Iterator[Problem]:
     """Check that tp divides the model, and the stages of the pipeline."""
-    tp = config.tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
-        if getattr(config, name) % tp:
-            yield Problem(f"{name} {getattr(config, name)} is not divisible by tp {tp}")
-    groups = config.num_query_groups
+    model, tp = config.model, config.tensor_model_parallel_size
+    for name, size in {
+        "num_attention_heads": model.heads,
+        "ffn_hidden_size": model.ffn_size,
+        "padded_vocab_size": config.padded_vocab_size,
+    }.items():
+        if size % tp:
+            yield Problem(f"{name} {size} is not divisible by tp {tp}")
+    groups = model.key_value_heads
     if groups % tp and tp % groups:  # transformer_config.py, __post_init__: either may divide
         yield Problem(f"num_query_groups {groups} and tp {tp} do not divide each other")
     if config.sequence_parallel and (tp == 1 or config.seq_length % tp):
@@ -281,8 +275,8 @@ def _layout_problems(config: MegatronConfig) -> Iterator[Problem]:
     split = config.pipeline_layer_split
     if len(split) != pp or any(len(stage) != (vpp or 1) for stage in split):
         yield Problem(f"pipeline_layer_split must have {pp} stages of {vpp or 1} chunks: {split}")
-    if sum(map(sum, split)) != config.num_layers:
-        yield Problem(f"pipeline_layer_split {split} does not add up to {config.num_layers} layers")
+    if sum(map(sum, split)) != model.layers:
+        yield Problem(f"pipeline_layer_split {split} does not add up to {model.layers} layers")
     if vpp is not None and pp < 2:
         yield Problem("virtual_pipeline_model_parallel_size needs a pipeline of at least 2 stages")
     if vpp is not None and config.microbatches % pp:
@@ -298,20 +292,20 @@ def _recompute_problems(config: MegatronConfig) -> Iterator[Problem]:
     if config.recompute_granularity != "selective":
         return
     hint = "leave it out of `recompute_modules`"
-    if "moe_act" in config.recompute_modules and config.num_moe_experts is None:
+    if "moe_act" in config.recompute_modules and config.model.moe is None:
         yield Problem("recompute_modules has moe_act, and the model has no experts", hint=hint)
-    if "mla_up_proj" in config.recompute_modules and not config.multi_latent_attention:
+    if "mla_up_proj" in config.recompute_modules and config.model.mla is None:
         message = "recompute_modules has mla_up_proj, and the model has no latent attention"
         yield Problem(message, hint=hint)
 
 
 def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
-    ep, experts = config.expert_model_parallel_size, config.num_moe_experts
+    ep, moe = config.expert_model_parallel_size, config.model.moe
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
     ranks *= config.data_parallel_size
     if ranks % ep:
         yield Problem(f"expert_model_parallel_size {ep} does not divide tp x cp x dp = {ranks}")
-    if experts is None:
+    if moe is None:
         if ep > 1:
             yield Problem("expert_model_parallel_size above 1 needs num_moe_experts")
         if config.expert_tensor_parallel_size is not None:
@@ -330,14 +324,11 @@ def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
             f"{config.tensor_model_parallel_size}: experts would get wrong gradients",
             hint="leave `parallel.etp` out, or set ep of at least 2",
         )
-    if (config.moe_ffn_hidden_size or config.ffn_hidden_size) % etp:
+    if moe.ffn % etp:
         yield Problem(f"moe_ffn_hidden_size is not divisible by etp {etp}")
-    if experts % ep:
-        yield Problem(f"num_moe_experts {experts} is not divisible by ep {ep}")
-    if config.add_bias_linear and config.moe_shared_expert_intermediate_size:
-        # shared_experts.py: "bias is not supported in the shared experts"
-        yield Problem("add_bias_linear: shared experts have no biases in megatron-core")
-    if config.add_bias_linear and config.expert_tensor_ranks > 1:
+    if moe.experts % ep:
+        yield Problem(f"num_moe_experts {moe.experts} is not divisible by ep {ep}")
+    if config.model.mlp_bias and config.expert_tensor_ranks > 1:
         # transformer_config.py: "Bias in Moe is only supported when ETP==1"
         yield Problem("experts with biases cannot be split over tp: use ep, or no biases")
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:

@@ -397,7 +397,7 @@ def check_layers(config: MegatronConfig, saved: bool | None, directory: Path) ->
     (gpt_layer_specs.py, sharded_state_dict_keys_map).
     """
     now = uses_transformer_engine(config)
-    if saved is None or saved == now or (saved and config.num_moe_experts is None):
+    if saved is None or saved == now or (saved and config.model.moe is None):
         return
     ours, others = "megatron-core's own layers", "TransformerEngine"
     before, after = (others, ours) if saved else (ours, others)

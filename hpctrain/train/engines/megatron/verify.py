@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,11 @@ from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.mesh import parallel_sizes, seed_everything
 from hpctrain.train.engines.megatron.model import build_chunks, run_bert, transformer_settings
 from hpctrain.train.engines.megatron.option_settings import without_gpu_options
-from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config
 
 
 def build(config: MegatronConfig) -> BuiltModel:
-    """Build one rank of each stage: tensor, context and data parallel rank 0.
-
-    Raises InvalidInputError for a model that the planned implementation cannot build.
-    """
-    if config.multi_latent_attention and config.transformer_impl == "local":
-        raise InvalidInputError([LATENT_NEEDS_ENGINE])
+    """Build one rank of each stage: tensor, context and data parallel rank 0."""
     fixes.install()
     unmeasured = unmeasured_reason(config)
     engine = config.transformer_impl != "local"
@@ -65,7 +59,7 @@ def build(config: MegatronConfig) -> BuiltModel:
     remarks = []
     if engine:
         remarks.append("built with megatron-core's own layers: TransformerEngine's need a GPU")
-    if config.multi_latent_attention:
+    if config.model.mla is not None and engine:
         remarks.append("latent attention was arranged from them as TransformerEngine's would be")
     if config.context_parallel_size > 1:
         ranks = config.context_parallel_size * config.data_parallel_size
@@ -76,7 +70,8 @@ def build(config: MegatronConfig) -> BuiltModel:
     buildable = without_gpu_options(config).model_copy(update=changes)
 
     stages = []
-    with _latent_attention(), flash_attention(engine and config.precision != "fp32"):
+    arranged = _latent_attention() if engine else nullcontext()
+    with arranged, flash_attention(engine and config.precision != "fp32"):
         for index in range(config.pipeline_model_parallel_size):
             with _fake_rank(buildable, index) as rank, MetaDeviceMode():
                 settings = transformer_settings(buildable, compiled=True, on_meta=True)
@@ -100,9 +95,9 @@ def build(config: MegatronConfig) -> BuiltModel:
 
 def unmeasured_reason(config: MegatronConfig) -> str | None:
     """Return why kept bytes are not measured; None if they are."""
-    if config.num_moe_experts is not None:
+    if config.model.moe is not None:
         return "activations are not measured: how many tokens an expert gets is not known here"
-    if config.multi_latent_attention or config.mtp_num_layers:
+    if config.model.mla is not None or config.model.mtp_layers:
         return "activations are not measured with latent attention or prediction layers"
     return None
 
@@ -132,29 +127,20 @@ def _latent_attention() -> Iterator[None]:
     """Build latent attention from megatron-core's own layers, as TransformerEngine's would be.
 
     Its down projections are "duplicated" over tensor parallel ranks (multi_latent_attention.py,
-    q_down_proj_kwargs): a column-parallel layer over a group of one rank has the same weight. Its
-    core attention takes two head sizes and has no parameters. Where TransformerEngine is missing,
-    the name of its linear layers' class is bound to an object that isinstance does not take.
+    q_down_proj_kwargs): a column-parallel layer over a group of one rank has the same weight.
     """
-    original, linear = multi_latent_attention.build_module, multi_latent_attention.TELinear
+    original = multi_latent_attention.build_module
 
     def build_module(*args: Any, **keywords: Any) -> Any:
         if keywords.get("tp_comm_buffer_name") in ("q_down_proj", "kv_down_proj"):
             keywords["tp_group"] = dist.new_group([dist.get_rank()])
-        sizes = ("k_channels", "v_channels")
-        return original(*args, **{k: v for k, v in keywords.items() if k not in sizes})
+        return original(*args, **keywords)
 
     multi_latent_attention.build_module = build_module
-    multi_latent_attention.TELinear = linear if isinstance(linear, type) else _NoLinear
     try:
         yield
     finally:
         multi_latent_attention.build_module = original
-        multi_latent_attention.TELinear = linear
-
-
-class _NoLinear:
-    """A class without instances."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -238,13 +224,13 @@ def _forward_graph(config: MegatronConfig, chunk: Any, tokens: int) -> Any:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         length = tokens // (tp if config.sequence_parallel else 1)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        received = torch.zeros((length, config.micro_batch_size, config.hidden_size), dtype=dtype)
+        received = torch.zeros((length, config.micro_batch_size, config.model.hidden), dtype=dtype)
         chunk.set_input_tensor(received.requires_grad_())
         del received
     batch = torch.zeros(config.micro_batch_size, tokens, dtype=torch.long)
     needed = batch if chunk.pre_process or chunk.post_process else None
     labels = batch if chunk.post_process else None
-    if config.model_type == "bert":
+    if config.model.reads_masked_text:
         graph = run_bert(chunk, needed, labels, tuple(batch.shape), batch.device).grad_fn
     else:
         graph = chunk(needed, needed, None, labels=labels).grad_fn
