@@ -408,15 +408,6 @@ def _every_layer(_: _Bringing, path: str, value: Any) -> Found:
     yield path, [*[False] * (every - 1), True]
 
 
-def _ramp_up(_: _Bringing, path: str, value: Any) -> Found:
-    if not value:
-        return
-    raise _NoMeaningError(
-        "batches have one size from the first step on: hpctrain counts samples, saves and data by "
-        "steps"
-    )
-
-
 def _directory(_: _Bringing, path: str, value: Any) -> Found:
     text = str(value)
     yield path, text if "/" in text and "$" not in text else True
@@ -446,9 +437,9 @@ def _published(state: _Bringing, path: str, value: Any) -> Found:
     name = str(value)
     local = state.directory / name
     if (local / "config.json").is_file():
-        yield "model.config", str(local / "config.json")
+        yield "model.config", str((local / "config.json").absolute())
         if any(local.glob("*.safetensors")):
-            yield "model.pretrained", str(local)
+            yield "model.pretrained", str(local.absolute())
         return
     plain = re.sub(r"meta-|-hf$|-v[\d.]+$", "", name.rpartition("/")[2].lower())
     known = {one.name for one in load_presets().presets}
@@ -528,7 +519,6 @@ _READERS: Mapping[str, Callable[[_Bringing, str, Any], Found]] = {
     "layer_frequency": _layer_frequency,
     "minutes": _minutes,
     "published": _published,
-    "ramp_up": _ramp_up,
     "run_name": _run_name,
     "seconds": _seconds,
     "shards": _shards,

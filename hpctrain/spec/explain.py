@@ -317,7 +317,8 @@ def key_of_spec(model: type[BaseModel], path: Path) -> str | None:
     if path[:2] == ("tracking", "wandb") and str(path[-1]).lower() in _WANDB_KEYS:
         return _WANDB_HINT
     gone = _GONE_HINTS.get(".".join(str(part) for part in path))
-    return gone if gone is not None or model is not RunSpec else _name_elsewhere(path)
+    known = gone is not None or not path or model is not RunSpec
+    return gone if known else _name_elsewhere(path)
 
 
 def _name_elsewhere(path: Path) -> str | None:

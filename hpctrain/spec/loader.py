@@ -155,7 +155,7 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     for where, problem in unanswered(parsed):
         parsed.broken.add(where)
         parsed.problems.append(problem)
-    _expand_sources(parsed)
+    _expand_sources(parsed, Path(path).parent)
     if _names_a_config(parsed):
         from hpctrain.spec.families.expand import expand_config
 
@@ -718,8 +718,11 @@ def load_presets() -> ModelPresets:
     return load_packaged(ModelPresets, CATALOGUE)
 
 
-def _expand_sources(parsed: Parsed) -> None:
-    """Replace the path in `data.sources` by what stands in that file: weights and prefixes."""
+def _expand_sources(parsed: Parsed, directory: Path) -> None:
+    """Replace the path in `data.sources` by what stands in that file: weights and prefixes.
+
+    A relative path is one from the spec's directory.
+    """
     from hpctrain.spec.job_text import UnsetNameError, expanded_text
 
     data = parsed.data.get("data") if isinstance(parsed.data, dict) else None
@@ -729,7 +732,7 @@ def _expand_sources(parsed: Parsed) -> None:
     place = parsed.values["data", "sources"]
     parsed.broken.add(("data", "sources"))
     try:
-        words = read_text(expanded_text(given, os.environ)).split()
+        words = read_text(directory / expanded_text(given, os.environ)).split()
     except UnsetNameError as error:
         parsed.problems.append(place.problem(f"`data.sources`: {error}"))
         return

@@ -183,6 +183,8 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
         part: object = ours
         for step in field.split(".")[1:]:
             ours = getattr(part := ours, step, None)
+        if section == "parallel" and not choices.layout_given:  # the planner chooses
+            ours = None
         theirs = row.values.get(str(value).lower() if value is True else str(value), value)
         guarded = plain in FIELD_OF
         is_open = ours is None or (
@@ -192,7 +194,8 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
         if theirs == ours or (row.reader is None and is_open and not guarded):
             continue
         if guarded or row.reader is None:
-            message = f"`{field}` decides --{plain}, and is {_shown(ours)}, not {_shown(theirs)}"
+            is_known = f", and is {_shown(ours)}, not {_shown(theirs)}" if ours is not None else ""
+            message = f"`{field}` decides --{plain}{is_known}"
             hint = f"remove it, and set `{field}`"
             yield Contradiction(("engine", "arguments", name), message, hint)
 
@@ -203,7 +206,7 @@ def _row(name: str) -> NameRow | None:
 
 
 def _shown(value: object) -> str:
-    return "absent" if value is None else str(value).lower() if value is True else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_compared(name: str) -> bool:

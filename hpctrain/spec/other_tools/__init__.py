@@ -297,11 +297,11 @@ def arguments_in(text: str) -> Iterator[NamedValue]:
 
 def _words(text: str, variables: Mapping[str, str]) -> list[str]:
     """Split what stands behind a name; programs and lists of further arguments are no values."""
-    found = (one.strip("\"'\\()[];,") for one in _WORD.findall(text))
-    expanded = (_expanded(one, variables) for one in found)
+    found = (one.strip("\"'\\;,") for one in _WORD.findall(_expanded(text, variables)))
+    inside = (one.rstrip(")") if "(" not in one else one for one in found)
     return [
         word
-        for one in expanded
+        for one in inside
         for word in one.split()
         if not _NO_VALUE.search(word) and word not in ("\\", "&&", "|", "||", "&", "2>&1", "then")
     ]
