@@ -106,12 +106,15 @@ class _Bringing:
     def _referred(self, text: str, name: str) -> Any:
         operation, colon, rest = text.partition(":")
         if colon:
-            numbers = [number_of(part.strip()) for part in rest.split(",")]
-            if operation not in ("multiply", "divide_floor", "sum") or None in numbers:
+            parts = [number_of(part.strip()) for part in rest.split(",")]
+            numbers = [one for one in parts if one is not None]
+            if len(numbers) < len(parts):
                 return None
             if operation == "divide_floor":
                 return int(numbers[0] // numbers[1]) if len(numbers) == 2 and numbers[1] else None
-            return math.prod(numbers) if operation == "multiply" else sum(numbers)  # type: ignore[arg-type]
+            if operation == "multiply":
+                return math.prod(numbers)
+            return sum(numbers) if operation == "sum" else None
         path = text
         if text.startswith("."):
             plain = text.lstrip(".")
@@ -588,7 +591,14 @@ def _file_name(file: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", file.stem).strip("-._")[:40] or "brought"
 
 
-def _completed(state: _Bringing, name: str) -> dict[str, tuple[Any, str]]:
+Fields = dict[str, tuple[Any, str]]
+
+
+def _given(fields: Mapping[str, tuple[Any, str]], path: str, other: Any = None) -> Any:
+    return fields.get(path, (other, ""))[0]
+
+
+def _completed(state: _Bringing, name: str) -> Fields:
     """Add what a spec needs and what the tool does by itself; remove what has no effect."""
     title, fields = state.configuration.tool.title, dict(state.fields)
     fields = {path: value for path, value in fields.items() if not path.startswith("@")}
@@ -598,7 +608,10 @@ def _completed(state: _Bringing, name: str) -> dict[str, tuple[Any, str]]:
         if f"{part}.{first}" not in fields:
             for path in [path for path in fields if path.startswith(f"{part}.")]:
                 del fields[path]
-    given = lambda path, other=None: fields.get(path, (other, ""))[0]  # noqa: E731
+
+    def given(path: str, other: Any = None) -> Any:
+        return _given(fields, path, other)
+
     fields.setdefault("name", (name, "the name of the file"))
     named = given("model.preset") or given("model.config")
     if named:
@@ -620,65 +633,64 @@ def _completed(state: _Bringing, name: str) -> dict[str, tuple[Any, str]]:
         fields.pop("model.max_seq", None)
     if not {"budget.steps", "budget.tokens"} & fields.keys():
         fields["budget.steps"] = (Ask("optimizer steps of the run"), "")
-    if "data.sources" not in fields:
+    if "data.sources" in fields:
+        fields.pop("data.made_up", None)
+    else:
         asked = Ask("prefixes of .bin and .idx as `sources` in place of this", value=True)
-        fields["data"] = fields.pop("data.made_up", (asked, ""))
-        fields["data.made_up"] = fields.pop("data")
+        fields.setdefault("data.made_up", (asked, ""))
         fields.pop("data.split", None)
     if {"data.documents", "data.mask_document_ends"} & fields.keys():
         fields["data.document_end"] = (Ask("the token that ends a document"), "")
-    fields.setdefault("data.made_up", (None, ""))
-    if given("data.made_up") is None:
-        del fields["data.made_up"]
     if "checkpoint.every_steps" not in fields:
         fields["checkpoint.every"] = ("30min", "a proposal")
     if not given("evaluation.every_steps") or given("evaluation.batches", 1) < 1:
-        fields = {path: one for path, one in fields.items() if not path.startswith("evaluation.")}
+        for path in [path for path in fields if path.startswith("evaluation.")]:
+            del fields[path]
     if not isinstance(given("logging.every_steps", 1), int) or given("logging.every_steps", 1) < 1:
         del fields["logging.every_steps"]
     _complete_layout(state, fields)
     return fields
 
 
-def _complete_model(state: _Bringing, fields: dict[str, tuple[Any, str]]) -> None:
-    hidden, title = fields.get("model.hidden", (None, ""))[0], state.configuration.tool.title
-    gated = fields.get("model.activation", ("",))[0] == "swiglu"
+def _complete_model(state: _Bringing, fields: Fields) -> None:
+    hidden, title = _given(fields, "model.hidden"), state.configuration.tool.title
+    gated = _given(fields, "model.activation") == "swiglu"
     if gated and "model.ffn" not in fields and isinstance(hidden, int) and title == "Megatron-LM":
         # arguments.py: int((4 * hidden_size * 2 / 3) / 64) * 64
         size = int((4 * hidden * 2 / 3) / 64) * 64
         fields["model.ffn"] = (size, "Megatron-LM's choice with --swiglu")
     if "model.moe.experts" in fields:
         fields.setdefault("model.moe.top_k", (2, f"{title}'s default"))
-        ffn = fields.get("model.ffn", (4 * hidden if isinstance(hidden, int) else Ask("its MLP"),))
-        fields.setdefault("model.moe.ffn", (ffn[0], "the MLP of a layer"))
+        wide = 4 * hidden if isinstance(hidden, int) else Ask("the MLP size of an expert")
+        fields.setdefault("model.moe.ffn", (_given(fields, "model.ffn", wide), "a layer's MLP"))
     if "model.mla.kv_rank" in fields:
         fields.pop("model.kv_heads", None)
         fields.pop("model.head_dim", None)
 
 
-def _complete_layout(state: _Bringing, fields: dict[str, tuple[Any, str]]) -> None:
+def _complete_layout(state: _Bringing, fields: Fields) -> None:
     """Keep a layout that divides the GPUs, and name an engine that has it."""
     state.fields = fields
     source = "--gpus" if state.gpus else fields.get("resources.gpus", ("", ""))[1]
     gpus = state.all_gpus
     together = state.model_gpus
     if "model.moe.experts" in fields:  # experts are spread over data-parallel ranks
-        together = math.lcm(together, fields.get("parallel.pp", (1,))[0] * _ep(fields))
+        spread = ("parallel.pp", "parallel.ep", "parallel.etp")
+        together = math.lcm(together, math.prod(_given(fields, one, 1) for one in spread))
     if gpus % together:
         gpus, source = math.lcm(gpus, together), ""
     asked = Ask("all GPUs of the run", value=gpus)
     fields["resources.gpus"] = (gpus if source else asked, source)
-    one = lambda path: fields.get(path, (1, ""))[0] in (1, False, None)  # noqa: E731
-    if one("parallel.tp"):
+    alone = {one for one in (*_PARALLEL, "parallel.ep") if _given(fields, one, 1) == 1}
+    if "parallel.tp" in alone:
         fields.pop("parallel.sequence_parallel", None)
-    if one("parallel.pp"):
+    if "parallel.pp" in alone:
         fields.pop("parallel.vpp", None)
     if "model.moe.experts" not in fields and not fields.keys() & {"model.preset", "model.config"}:
         fields.pop("parallel.ep", None)
         fields.pop("parallel.etp", None)
-    split = not all(one(path) for path in (*_PARALLEL, "parallel.ep"))
-    engine = fields.get("engine.name", (state.table.engine, state.configuration.tool.title))[0]
-    if split and engine == "fsdp":
+    engine = _given(fields, "engine.name", state.table.engine)
+    if len(alone) < 4 and engine == "fsdp":
         engine = DEFAULT_ENGINE
         fields.pop("optimizer.shard_gpus", None)
     if engine != DEFAULT_ENGINE:
@@ -686,10 +698,6 @@ def _complete_layout(state: _Bringing, fields: dict[str, tuple[Any, str]]) -> No
         fields["engine.name"] = (engine, f"it does most of what {title} does")
         for path in [path for path in fields if path.startswith("engine.megatron.")]:
             del fields[path]
-
-
-def _ep(fields: Mapping[str, tuple[Any, str]]) -> int:
-    return int(fields.get("parallel.ep", (1,))[0]) * int(fields.get("parallel.etp", (1,))[0])
 
 
 def _spec_text(

@@ -727,7 +727,7 @@ def _expand_sources(parsed: Parsed, directory: Path) -> None:
 
     data = parsed.data.get("data") if isinstance(parsed.data, dict) else None
     given = data.get("sources") if isinstance(data, dict) else None
-    if not isinstance(given, str):
+    if not isinstance(data, dict) or not isinstance(given, str):
         return
     place = parsed.values["data", "sources"]
     parsed.broken.add(("data", "sources"))

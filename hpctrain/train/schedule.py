@@ -26,7 +26,8 @@ def learning_rate(config: TrainConfig, finished_steps: int) -> float:
         return config.lr
     if finished_steps > config.lr_decay_steps:
         return config.min_lr
-    style, begin = config.lr_decay_style, warmup
+    style: str = config.lr_decay_style
+    begin = warmup
     if style == "wsd":
         assert config.wsd_decay_steps is not None, "the spec was checked"
         style, begin = config.lr_wsd_decay_style, config.lr_decay_steps - config.wsd_decay_steps
