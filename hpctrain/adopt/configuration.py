@@ -18,7 +18,7 @@ from typing import Any, Literal
 from hpctrain.adopt.draft import tree_of
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.site.profile_text import Stated, profile_text
-from hpctrain.spec.engines.registry import DEFAULT_ENGINE
+from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES, abilities_of
 from hpctrain.spec.fields import annotation_at, members
 from hpctrain.spec.loader import load_presets
 from hpctrain.spec.other_tools import (
@@ -75,7 +75,7 @@ class _Bringing:
     configuration: Configuration
     table: ToolTable
     gpus: int | None
-    directory: Path
+    has_weights: Callable[[str], bool | None]
     values: dict[str, NamedValue] = field(default_factory=dict)
     fields: dict[str, tuple[Any, str]] = field(default_factory=dict)
     names: dict[int, BroughtName] = field(default_factory=dict)
@@ -199,7 +199,12 @@ class _Bringing:
         for path, value in found:
             self.fields[path] = (value, one.name)
         path, value = found[0]
-        self.say(one, "spec", _shown(value), path if not path.startswith("@") else None)
+        if isinstance(value, list | tuple):
+            texts = [each["path"] if isinstance(each, dict) else str(each) for each in value]
+            more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+            value = ", ".join(texts[:3]) + more
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        self.say(one, "spec", shown, path if not path.startswith("@") else None)
 
     def _found(self, name: str, row: NameRow) -> Iterator[tuple[str, Any]]:
         """Yield the fields that a name sets, and their values."""
@@ -292,13 +297,6 @@ def _typed(path: str, value: Any, *, rounded: bool = False) -> Any:
     return str(value) if str in kinds and not isinstance(value, str) else value
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        texts = [one["path"] if isinstance(one, dict) else str(one) for one in value]
-        return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
-
-
 # -- Readers of what one row cannot say -----------------------------------------------------------
 
 
@@ -322,14 +320,6 @@ def _blend(_: _Bringing, path: str, value: Any) -> Found:
     if not sources or weight is not None:
         raise _NoMeaningError("a weight without a path")
     yield path, [{"path": sources[0]["path"]}] if len(sources) == 1 else sources
-
-
-def _blend_file(state: _Bringing, path: str, value: Any) -> Found:
-    try:
-        words = (state.directory / str(value)).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError):
-        raise _NoMeaningError(f"{value} cannot be read here") from None
-    yield from _blend(state, path, words)
 
 
 def _tokenizer(_: _Bringing, path: str, value: Any) -> Found:
@@ -427,26 +417,23 @@ def _targets(_: _Bringing, path: str, value: Any) -> Found:
     yield path, "all" if names in (["all"], ["all-linear"]) else [str(one) for one in names]
 
 
-def _deepspeed_file(_: _Bringing, path: str, value: Any) -> Found:
-    """DeepSpeed, with the stage that its file is named after."""
-    yield path, "deepspeed"
-    stage = re.search(r"zero_?-?([0-3])|z([0-3])", str(value).rpartition("/")[2])
-    if stage is not None:
-        yield "optimizer.zero", int(stage[1] or stage[2])
+def _stage_in_name(_: _Bringing, path: str, value: Any) -> Found:
+    """The stage that a file of DeepSpeed is named after."""
+    stage = re.search(r"(?:zero_?-?|z)([0-3])", str(value).rpartition("/")[2])
+    yield (path, int(stage[1])) if stage is not None else ("@stage", str(value))
 
 
 def _published(state: _Bringing, path: str, value: Any) -> Found:
     """A directory with a config.json, else a name of the Hub: a preset, or a question."""
     name = str(value)
-    local = state.directory / name
-    if (local / "config.json").is_file():
-        yield "model.config", str((local / "config.json").absolute())
-        if any(local.glob("*.safetensors")):
-            yield "model.pretrained", str(local.absolute())
+    has_weights = state.has_weights(name)
+    if has_weights is not None:
+        yield "model.config", f"{name}/config.json"
+        if has_weights:
+            yield "model.pretrained", name
         return
     plain = re.sub(r"meta-|-hf$|-v[\d.]+$", "", name.rpartition("/")[2].lower())
-    known = {one.name for one in load_presets().presets}
-    if plain in known:
+    if plain in {one.name for one in load_presets().presets}:
         yield "model.preset", plain
         return
     yield "model.config", Ask(f"the directory of {name} with its config.json and weights")
@@ -510,11 +497,9 @@ def _decay_start(state: _Bringing, path: str, value: Any) -> Found:
 _READERS: Mapping[str, Callable[[_Bringing, str, Any], Found]] = {
     "betas": _betas,
     "blend": _blend,
-    "blend_file": _blend_file,
     "decay_from_warmup": _decay_from_warmup,
     "decay_start": _decay_start,
     "decay_type": _decay_type,
-    "deepspeed_file": _deepspeed_file,
     "directory": _directory,
     "every_layer": _every_layer,
     "flavor": _flavor,
@@ -524,6 +509,7 @@ _READERS: Mapping[str, Callable[[_Bringing, str, Any], Found]] = {
     "published": _published,
     "run_name": _run_name,
     "seconds": _seconds,
+    "stage_in_name": _stage_in_name,
     "shards": _shards,
     "targets": _targets,
     "tokenizer": _tokenizer,
@@ -569,8 +555,18 @@ _PARTS = {
 }
 
 
-def bring(text: str, file: Path, *, gpus: int | None = None, name: str | None = None) -> Brought:
-    """Make a spec of a configuration. Raises InvalidInputError for a file of no known tool."""
+def bring(
+    text: str,
+    file: Path,
+    *,
+    gpus: int | None = None,
+    name: str | None = None,
+    has_weights: Callable[[str], bool | None] = lambda _: None,
+) -> Brought:
+    """Make a spec of a configuration. Raises InvalidInputError for a file of no known tool.
+
+    `has_weights`: of a directory whether weights are beside its config.json; None without one.
+    """
     found = recognised(text, str(file))
     table = None if found is None else table_of(found.tool.name)
     if found is None or table is None:
@@ -579,16 +575,13 @@ def bring(text: str, file: Path, *, gpus: int | None = None, name: str | None = 
         if found is not None:
             what, hint = f"this is {found.tool.title}", found.tool.hint or hint
         raise InvalidInputError([Problem(what, str(file), 1, 1, hint)])
-    state = _Bringing(found, table, gpus, file.parent)
+    state = _Bringing(found, table, gpus, has_weights)
     state.read()
-    fields = _completed(state, name or _file_name(file))
+    of_file = re.sub(r"[^A-Za-z0-9._-]", "-", file.stem).strip("-._")[:40]
+    fields = _completed(state, name or of_file or "brought")
     names = tuple(sorted(state.names.values(), key=lambda one: one.line))
     run = str(fields["name"][0])
     return Brought(found.tool.title, run, names, _spec_text(fields, found, file, names))
-
-
-def _file_name(file: Path) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "-", file.stem).strip("-._")[:40] or "brought"
 
 
 Fields = dict[str, tuple[Any, str]]
@@ -689,14 +682,17 @@ def _complete_layout(state: _Bringing, fields: Fields) -> None:
     if "model.moe.experts" not in fields and not fields.keys() & {"model.preset", "model.config"}:
         fields.pop("parallel.ep", None)
         fields.pop("parallel.etp", None)
-    engine = _given(fields, "engine.name", state.table.engine)
-    if len(alone) < 4 and engine == "fsdp":
-        engine = DEFAULT_ENGINE
+    engine = abilities_of(_given(fields, "engine.name", state.table.engine))
+    if {*_PARALLEL, "parallel.ep"} - alone - {f"parallel.{one}" for one in engine.trained_axes}:
+        engine = abilities_of(DEFAULT_ENGINE)
+    if not engine.shards_over_part:
         fields.pop("optimizer.shard_gpus", None)
-    if engine != DEFAULT_ENGINE:
+    if engine.name != DEFAULT_ENGINE:
         title = state.configuration.tool.title
-        fields["engine.name"] = (engine, f"it does most of what {title} does")
-        for path in [path for path in fields if path.startswith("engine.megatron.")]:
+        fields["engine.name"] = (engine.name, f"it does most of what {title} does")
+    settings = {one for other in ENGINES.values() for one in other.settings} - {*engine.settings}
+    for path in [path for path in fields if path.split(".")[1:2] and path.startswith("engine.")]:
+        if path.split(".")[1] in settings:
             del fields[path]
 
 
@@ -719,7 +715,7 @@ def _spec_text(
             source = f"{source}, line {lines[source]}"
         if isinstance(value, Ask):
             stated[path] = Stated(value.value, value.question, is_ask=True)
-        elif path == "data.sources":
+        elif path == "data.sources" and not isinstance(value, str):
             stated[path] = [
                 {key: Stated(one[key], source if key == "path" else "") for key in one}
                 for one in value

@@ -15,7 +15,6 @@ from hpctrain.page.text import paragraph
 from hpctrain.page.words import counted
 
 if TYPE_CHECKING:
-    from hpctrain.adopt.configuration import BroughtName
     from hpctrain.site.init import Wishes
 
 _MOST = 64  # characters of a name with its value in the table
@@ -144,12 +143,22 @@ def _bring(
     from hpctrain.base.errors import InvalidInputError
     from hpctrain.spec.loader import read_text
 
-    done = bring(read_text(source), source, gpus=gpus, name=name)
+    def has_weights(directory: str) -> bool | None:
+        config = Path(directory, "config.json")
+        return any(config.parent.glob("*.safetensors")) if config.is_file() else None
+
+    done = bring(read_text(source), source, gpus=gpus, name=name, has_weights=has_weights)
     if str(file) == "-":
         click.echo(done.text, nl=False)
     else:
+        becomes = {"spec": "spec", "no field": "NO FIELD", "dropped": "DROPPED"}
         rows = [
-            [str(one.line), f"{one.name} {one.value}"[:_MOST], _becomes(one), one.reason]
+            [
+                str(one.line),
+                f"{one.name} {one.value}"[:_MOST],
+                one.field or becomes[one.outcome],
+                one.reason,
+            ]
             for one in done.names
         ]
         table(["LINE", "NAME", "BECOMES", "WHY"], rows)
@@ -171,10 +180,6 @@ def _bring(
     else:
         say(f"Wrote {target}")
         _say_next(target, profile)
-
-
-def _becomes(one: BroughtName) -> str:
-    return (one.field or "spec") if one.outcome == "spec" else one.outcome.upper()
 
 
 def _enlarged(wishes: Wishes, profile: str) -> Wishes:

@@ -186,7 +186,9 @@ def recognised(text: str, file: str) -> Configuration | None:
 def named_values(text: str, file: str) -> tuple[Form, tuple[NamedValue, ...]]:
     """Read a configuration by its form. Raises InvalidInputError where it has none."""
     suffix = Path(file).suffix
-    if suffix == ".toml" or (suffix not in (".yaml", ".yml", ".json") and _is_toml(text)):
+    section = re.search(r"^\[[\w.]+\]\s*(#.*)?$", text, re.M)
+    has_section = section is not None and re.search(r"^\w+ *= ", text, re.M) is not None
+    if suffix == ".toml" or (suffix not in (".yaml", ".yml", ".json") and has_section):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -214,11 +216,6 @@ def named_values(text: str, file: str) -> tuple[Form, tuple[NamedValue, ...]]:
     if re.search(r"(?<![\w-])--[a-z]", text):
         return "arguments", tuple(arguments_in(text))
     raise InvalidInputError(parsed.problems or [Problem("no configuration of a tool", file)])
-
-
-def _is_toml(text: str) -> bool:
-    section = re.search(r"^\[[\w.]+\]\s*(#.*)?$", text, re.M)
-    return section is not None and re.search(r"^\w+ *= ", text, re.M) is not None
 
 
 def _dashed(name: str) -> str:

@@ -297,7 +297,7 @@ def test_files_of_fine_tuning() -> None:
     assert reasons(done, "no field")["num_epochs"][0] == 12
     done, fields = brought("LLaMA-Factory")
     assert "ASK: the directory of Qwen/Qwen-None" in done.text
-    assert fields["deepspeed"] == "engine.name=deepspeed" and "zero: 3" in done.text
+    assert fields["deepspeed"] == "optimizer.zero=3" and "name: deepspeed" in done.text
     assert "prompts" in reasons(done, "no field")["stage"][1]
 
 
