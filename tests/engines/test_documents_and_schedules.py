@@ -22,7 +22,7 @@ from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.schedule import learning_rate
 
 END = VOCAB - 1
-WSD = dict(lr_decay_style="wsd", wsd_decay_steps=4, lr_warmup_steps=1, train_steps=6)
+WSD = dict(lr_decay_style="wsd", wsd_decay_steps=2, lr_warmup_steps=1, train_steps=6)
 
 
 def document(**changes: Any) -> MegatronConfig:
