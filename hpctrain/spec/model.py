@@ -413,6 +413,8 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
 
 
 def _resnet_problems(model: ModelSpec) -> Iterator[str]:
+    if model.init_std is not None:
+        yield "init_std: the first weights of a ResNet follow from its widths (He et al. 2015)"
     if model.layers not in RESNET_FEATURES:
         yield f"a ResNet has 18, 34, 50, 101 or 152 layers, not {model.layers}"
     hidden, positions = RESNET_FEATURES.get(model.layers), _positions(model.image)

@@ -49,6 +49,13 @@ def test_what_does_not_fit(tmp_path: Path, end: str, expected: str) -> None:
     assert any(expected in message for message in messages), messages
 
 
+def test_a_resnet_draws_its_weights_by_its_widths(tmp_path: Path) -> None:
+    model = "model: {family: resnet, layers: 18, vocab: 10, init_std: 0.1}"
+    text = VALID.replace("model: {layers: 4, hidden: 128, heads: 4, vocab: 1024, seq: 128}", model)
+    messages = [one.message for one in problems_of(tmp_path, text)]
+    assert any("init_std: the first weights of a ResNet" in one for one in messages), messages
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
