@@ -265,7 +265,7 @@ def spec_text(draft: Draft, script: str) -> tuple[str, tuple[str, ...]]:
     fields = dict(draft.spec)
     if "trainer.signal.save" not in fields:
         fields.pop("trainer.signal.seconds", None)
-    tree = _tree(dict(sorted(fields.items(), key=rank)))
+    tree = tree_of(dict(sorted(fields.items(), key=rank)))
     head = [
         f"Adopted from {script} by `hpctrain adopt`, which ran nothing of it. What became of each "
         "line: that command again.",
@@ -293,7 +293,7 @@ def overlay_text(draft: Draft, script: str, name: str, extends: str) -> str:
     if draft.new_partition:
         stated = draft.spec["resources.partition"]
         partitions.setdefault(str(stated.value), {})
-    tree: dict[str, Any] = dict(_tree(dict(sorted(fields.items(), key=_site_rank))))
+    tree: dict[str, Any] = dict(tree_of(dict(sorted(fields.items(), key=_site_rank))))
     if partitions:
         source = draft.spec.get("resources.partition", Stated("", "the profile's default"))
         tree.setdefault("slurm", {})["partitions"] = [
@@ -320,7 +320,7 @@ def _site_rank(item: tuple[str, Stated]) -> int:
     return ("extends", "name", "gpu", "slurm", "software").index(section)
 
 
-def _tree(fields: Mapping[str, Stated]) -> dict[str, Tree]:
+def tree_of(fields: Mapping[str, Stated]) -> dict[str, Tree]:
     """Nest dotted paths. Names of variables have no dots."""
     tree: dict[str, Any] = {}
     for path, stated in fields.items():

@@ -19,7 +19,7 @@ from hpctrain.version import __version__
 # heading -> command -> (module, one line for `hpctrain --help`), in the order of a run's life
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Before a run": {
-        "init": ("site.init", "Write a run spec to start from: a published model, config.json"),
+        "init": ("adopt.init", "Write a run spec: a published model, another tool's configuration"),
         "adopt": ("adopt", "Make a spec of a batch script that you have, line by line"),
         "validate": ("job.inspect", "Check specs and profiles; with -p, all that could end a run"),
         "plan": ("job.plan", "Choose a layout; predict memory, time and cost, without Slurm"),

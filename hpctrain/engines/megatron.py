@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BALANCE_LOSS_WEIGHT = 1e-2
 # Gate and input of GPT-OSS's MLP stay below (transformers, modeling_gpt_oss.py, GptOssExperts).
 CLAMPED_AT = 7.0
+INITIAL_STD = 0.02  # Megatron-LM's
 # megatron-core's least (distributed_data_parallel.py: max(40000000, 1000000 x dp)).
 _ELASTIC_BUCKET_ELEMENTS = 40_000_000
 
@@ -295,6 +296,7 @@ def core_fields(model: ModelSpec) -> dict[str, Any]:
         attention_output_gate=attends.gate,
         rotary_interleaved=model.rotates.interleaved and model.mla is None,
         mtp_num_layers=model.mtp_layers or None,
+        init_method_std=model.init_std or INITIAL_STD,
     )
     windows = [int(model.mixer(layer) == "window") for layer in layers]
     if attends.window is not None and any(windows):
@@ -331,8 +333,9 @@ def _expert_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_topk_scaling_factor=None if moe.scale == 1 else moe.scale,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss" if weight else "none",
+        moe_router_load_balancing_type=moe.balance if weight else "none",
         moe_aux_loss_coeff=weight,
+        moe_z_loss_coeff=moe.z_loss,
     )
     if moe.groups is not None:
         fields |= dict(moe_router_num_groups=moe.groups, moe_router_group_topk=moe.top_groups)

@@ -20,6 +20,7 @@ from pydantic import Field
 from hpctrain.engines.megatron import MegatronConfig, core_fields, megatron_config, position_kind
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
+from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob
@@ -156,6 +157,8 @@ def _model(config: MegatronLmConfig) -> Arguments:
         "position-embedding-type": position_kind(model),
         # a whole number, for arguments.py reads no other
         "rotary-base": round(model.rope_base) if rotary else None,
+        "rotary-percent": model.rotates.partial if rotary and model.rotates.partial < 1 else None,
+        **_rope_scaling(model),
         "normalization": fields["normalization"],
         "norm-epsilon": model.norm_epsilon,
         "untie-embeddings-and-output-weights": not model.tied,
@@ -177,6 +180,16 @@ def _model(config: MegatronLmConfig) -> Arguments:
         arguments["rope-type"] = fields["rope_type"]
         arguments["no-rope-fusion"] = True  # transformer_config.py: with YaRN only
     return arguments
+
+
+def _rope_scaling(model: ModelSpec) -> Arguments:
+    """Scale rotary positions; latent attention has fields of its own for it."""
+    scaling = model.rotates.scaling
+    if scaling is None or model.mla is not None:
+        return {}
+    if scaling.kind == "linear":
+        return {"rotary-seq-len-interpolation-factor": round(scaling.factor)}
+    return {"use-rope-scaling": True, "rope-scaling-factor": scaling.factor}
 
 
 def _layout(config: MegatronLmConfig) -> Arguments:
@@ -224,7 +237,10 @@ def _training(config: MegatronLmConfig) -> Arguments:
     return {
         **_same(config, "micro_batch_size", "global_batch_size"),
         "train-iters": config.train_steps,
-        **_same(config, "lr", "min_lr", "lr_decay_style"),
+        **_same(config, "lr", "min_lr"),
+        "lr-decay-style": "WSD" if config.lr_decay_style == "wsd" else config.lr_decay_style,
+        "lr-wsd-decay-iters": config.wsd_decay_steps,
+        "lr-wsd-decay-style": config.lr_wsd_decay_style if config.wsd_decay_steps else None,
         "lr-warmup-iters": config.lr_warmup_steps,
         "lr-decay-iters": config.lr_decay_steps,
         "bf16": config.precision == "bf16",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hpctrain.base.units import Duration
 from hpctrain.plan.layout_words import Axis
+from hpctrain.spec.data import Documents
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.profiling import ProfileSpec
@@ -92,9 +93,12 @@ class TrainConfig(Document):
     # optimizer and schedule
     lr: float
     min_lr: float
-    lr_decay_style: Literal["cosine", "linear", "constant"]
+    lr_decay_style: Literal["cosine", "linear", "constant", "wsd"]
     lr_warmup_steps: int
     lr_decay_steps: int
+    # wsd: constant, then so many last steps of this shape
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
@@ -104,6 +108,10 @@ class TrainConfig(Document):
     data_blend: tuple[tuple[float, str], ...]
     data_split: str
     data_cache: str | None
+    # the token that ends a document; what begins anew behind it, and whether it has no loss
+    document_end: int | None = None
+    documents: Documents = "joined"
+    eod_mask_loss: bool = False
     tokenizer: str | None
     # copy the files to the node's own disk, below TMPDIR, and read them there
     stage_data: bool = False
@@ -244,6 +252,8 @@ def shared_config(job: TrainingJob) -> TrainConfig:
         lr_decay_style=schedule.style,
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=schedule.decay_steps or plan.batch.train_steps,
+        wsd_decay_steps=schedule.wsd_decay_steps,
+        lr_wsd_decay_style=schedule.wsd_style,
         adam_beta1=optimizer.beta1,
         adam_beta2=optimizer.beta2,
         adam_eps=optimizer.epsilon,
@@ -252,6 +262,9 @@ def shared_config(job: TrainingJob) -> TrainConfig:
         data_blend=tuple((source.weight, source.path) for source in data.sources),
         data_split=data.split,
         data_cache=data.cache,
+        document_end=data.document_end,
+        documents=data.documents,
+        eod_mask_loss=data.mask_document_ends,
         stage_data=data.stage,
         tokenizer=data.tokenizer,
         eval_interval_steps=evaluation.every_steps,

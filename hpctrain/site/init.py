@@ -1,7 +1,7 @@
 """Writes a commented run spec to start from: a published model or a `config.json`, data, GPUs.
 
 Belongs here: which fields a first spec has, and their values. Does not belong here: asking
-(`hpctrain.site.init_command`), published shapes (`hpctrain.spec.catalogue`), planning
+(`hpctrain.adopt.init_command`), published shapes (`hpctrain.spec.catalogue`), planning
 (`hpctrain.job.plan`, which is asked how many GPUs suffice).
 """
 

@@ -135,6 +135,15 @@ class MoeSpec(Document):
         None, ge=0, description="Coefficient of the loss that balances experts; default: 0.01"
     )
 
+    balance: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = Field(
+        "aux_loss",
+        description="The loss that balances experts, over a microbatch, each sample, or the tokens "
+        "of all ranks; none: without (megatron's names)",
+    )
+    z_loss: float | None = Field(
+        None, gt=0, description="Coefficient of a loss on the router's logits (ST-MoE), as 0.001"
+    )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.top_k > self.experts:

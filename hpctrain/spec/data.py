@@ -14,6 +14,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.job_text import SubmitText
 
 DataFormat = Literal["tokens", "packed", "examples", "images", "arrays"]
+Documents = Literal["joined", "restart", "separate"]
 Augmentation = Literal["none", "crop", "crop_flip"]
 Colors = tuple[float, ...]
 
@@ -25,6 +26,7 @@ _CHANNELS = (1, 3)
 _SPLIT = "98,2,0"
 # Fields that apply to some formats only.
 _ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
+    "document_end": ("tokens",),
     "validation": ("packed", "examples", "images", "arrays"),
     "workers": ("packed", "examples", "images", "arrays"),
     "augment": ("images", "arrays"),
@@ -53,7 +55,20 @@ class DataSpec(Document):
         "examples: labelled texts; images: folders by class; arrays: .npz with x and y",
     )
     sources: tuple[DataSource, ...] = Field(
-        (), description="tokens: a blend; other formats: all of them, one behind the other"
+        (),
+        description="tokens: a blend; other formats: all of them, one behind the other. Or the "
+        "path of a file with weights and prefixes by turns (Megatron-LM's data-args-path)",
+    )
+    document_end: int | None = Field(
+        None, ge=0, description="tokens: the token that ends a document, for the two fields below"
+    )
+    documents: Documents = Field(
+        "joined",
+        description="Of documents in one sample. joined: one text; restart: positions begin anew, "
+        "attention goes on (megatron); separate: attention does not, either (ddp, fsdp)",
+    )
+    mask_document_ends: bool = Field(
+        False, description="Leave what follows the end of a document out of the loss"
     )
     made_up: bool = Field(
         False, description="Train on made-up samples, on purpose: a trial of cluster and layout"
@@ -112,6 +127,9 @@ class DataSpec(Document):
                 "weights are for a blend of tokens: other formats are read as a whole, so a "
                 "source that shall count twice is listed twice"
             )
+        needs_end = self.documents != "joined" or self.mask_document_ends
+        if needs_end != (self.document_end is not None):
+            raise ValueError("`document_end` goes with `documents` or `mask_document_ends`")
         if self.validation is not None and self.split != _SPLIT:
             raise ValueError("`validation` takes the place of `split`: give one of them")
         if self.made_up and self.sources:

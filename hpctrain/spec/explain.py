@@ -321,7 +321,25 @@ def key_of_spec(model: type[BaseModel], path: Path) -> str | None:
         return "did you mean `trainer`?"
     if path[:2] == ("tracking", "wandb") and str(path[-1]).lower() in _WANDB_KEYS:
         return _WANDB_HINT
-    return _GONE_HINTS.get(".".join(str(part) for part in path))
+    gone = _GONE_HINTS.get(".".join(str(part) for part in path))
+    known = gone is not None or not path or model is not RunSpec
+    return gone if known else _name_elsewhere(path)
+
+
+def _name_elsewhere(path: Path) -> str | None:
+    """Return which field a name of Megatron-LM or of config.json is here; None for other names."""
+    from hpctrain.spec.other_tools import table_of
+
+    name = str(path[-1])
+    for tool, key, whose in (
+        ("megatron_lm", name.replace("_", "-"), "Megatron-LM's name"),
+        ("nanotron", f"model.model_config.{name}", "the name in config.json"),
+    ):
+        table = table_of(tool)
+        row = table.rows.get(key) if table is not None else None
+        if row is not None and row.field and row.field.rpartition(".")[2] != name:
+            return f"this is {whose} of `{row.field}`; `hpctrain init --from FILE` reads its files"
+    return None
 
 
 def known_secret(path: Path) -> str | None:

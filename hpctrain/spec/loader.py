@@ -110,10 +110,34 @@ class Loaded(Generic[DocumentT]):
 
 def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[RunSpec]:
     """Read a run spec; `-` is standard input. Raises InvalidInputError with all problems."""
-    return _overridden(lambda given: _run_spec(path, given), overrides)
+    with _naming_other_tools(path):
+        return _overridden(lambda given: _run_spec(path, given), overrides)
+
+
+@contextmanager
+def _naming_other_tools(path: Path | str) -> Iterator[None]:
+    """Say of what tool a file is that is no spec, in place of all that is wrong with it as one."""
+    try:
+        yield
+    except InvalidInputError as error:
+        from hpctrain.spec.other_tools import recognised
+
+        name = _shown_name(path)
+        try:
+            found = recognised(read_text(path), name)
+        except InvalidInputError:
+            raise error from None
+        if found is None:
+            raise
+        message = f"this is no spec of a run, but {found.tool.title}"
+        if found.tool.hint is None:
+            message = f"this is no spec of a run, but a configuration of {found.tool.title}"
+        hint = found.tool.hint or f"`hpctrain init --from {name}` makes a spec of it"
+        raise InvalidInputError([Problem(message, name, 1, 1, hint)]) from None
 
 
 def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
+    from hpctrain.spec.open_questions import unanswered
     from hpctrain.spec.run import RunSpec
 
     parsed = _parse(path)
@@ -129,6 +153,10 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
+    for where, problem in unanswered(parsed):
+        parsed.broken.add(where)
+        parsed.problems.append(problem)
+    _expand_sources(parsed, Path(path).parent)
     if _names_a_config(parsed):
         from hpctrain.spec.families.expand import expand_config
 
@@ -163,9 +191,10 @@ def load_any_run_spec(
 
     Raises InvalidInputError with all problems.
     """
-    if has_trainer(_parse(path)):
-        return load_trainer_spec(path, overrides)
-    return load_run_spec(path, overrides)
+    with _naming_other_tools(path):
+        if has_trainer(_parse(path)):
+            return load_trainer_spec(path, overrides)
+        return load_run_spec(path, overrides)
 
 
 def load_trainer_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[TrainerRunSpec]:
@@ -708,6 +737,44 @@ def load_presets() -> ModelPresets:
     from hpctrain.spec.catalogue import CATALOGUE, ModelPresets
 
     return load_packaged(ModelPresets, CATALOGUE)
+
+
+def _expand_sources(parsed: Parsed, directory: Path) -> None:
+    """Replace the path in `data.sources` by what stands in that file: weights and prefixes.
+
+    A relative path is one from the spec's directory.
+    """
+    from hpctrain.spec.job_text import UnsetNameError, expanded_text
+
+    data = parsed.data.get("data") if isinstance(parsed.data, dict) else None
+    given = data.get("sources") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(given, str):
+        return
+    place = parsed.values["data", "sources"]
+    parsed.broken.add(("data", "sources"))
+    try:
+        words = read_text(directory / expanded_text(given, os.environ)).split()
+    except UnsetNameError as error:
+        parsed.problems.append(place.problem(f"`data.sources`: {error}"))
+        return
+    except InvalidInputError as error:
+        found = error.problems[0].message
+        hint = "a list of `path: PREFIX`, or a file with weights and prefixes by turns"
+        parsed.problems.append(place.problem(f"`data.sources`: {given}: {found}", hint))
+        return
+    paths = words if len(words) == 1 else words[1::2]
+    weights = ["1"] if len(words) == 1 else words[::2]
+    try:
+        blend = [
+            {"path": path, "weight": float(weight)}
+            for path, weight in zip(paths, weights, strict=True)
+        ]
+    except ValueError:
+        message = f"`data.sources`: {given} has no weights and prefixes by turns"
+        parsed.problems.append(place.problem(message, "as in `0.3 data/a 0.7 data/b`"))
+        return
+    data["sources"] = blend
+    parsed.broken.discard(("data", "sources"))
 
 
 def _names_a_preset(parsed: Parsed) -> bool:

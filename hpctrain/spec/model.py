@@ -186,6 +186,15 @@ class ModelSpec(Document):
     )
     segments: int = Field(0, ge=0, le=MOST_WIDTH, description="Embeddings of segments; bert: 2")
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
+    init_std: float | None = Field(
+        None, gt=0, description="Standard deviation of the first weights; default: 0.02"
+    )
+    vocab_multiple: int | None = Field(
+        None,
+        ge=1,
+        description="megatron-core: rows of embeddings are padded to a multiple of this times tp; "
+        "default: 128",
+    )
     pattern: tuple[Mixer, ...] = Field(
         (),
         description="What mixes the tokens of each layer, repeated over the layers, such as "
@@ -447,6 +456,8 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
 
 
 def _resnet_problems(model: ModelSpec) -> Iterator[str]:
+    if model.init_std is not None:
+        yield "init_std: the first weights of a ResNet follow from its widths (He et al. 2015)"
     if model.layers not in RESNET_FEATURES:
         yield f"a ResNet has 18, 34, 50, 101 or 152 layers, not {model.layers}"
     hidden, positions = RESNET_FEATURES.get(model.layers), _positions(model.image)

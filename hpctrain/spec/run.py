@@ -261,11 +261,26 @@ class OptimizerSpec(Document):
 class ScheduleSpec(Document):
     """Learning rate over steps."""
 
-    style: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Shape of the decay after the warm-up"
+    style: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="Shape of the decay after the warm-up; wsd: constant, then `wsd_decay_steps`",
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0")
     decay_steps: int | None = Field(None, ge=1, description="Default: the whole budget")
+    wsd_decay_steps: int | None = Field(
+        None, ge=1, description="wsd: the last of these steps, in which the rate decays"
+    )
+    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        "linear", description="wsd: the shape of that decay"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.style == "wsd") != (self.wsd_decay_steps is not None):
+            raise ValueError("`style: wsd` and `wsd_decay_steps` go together")
+        if self.style != "wsd" and self.wsd_style != "linear":
+            raise ValueError(f"wsd_style is for `style: wsd`, not for {self.style}")
+        return self
 
 
 class ParallelSpec(Document):
@@ -550,7 +565,7 @@ class RunSpec(Document):
         if not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
         parallel = given["parallel"]
-        others = ("recompute", "recompute_modules", "recompute_layers", "model")
+        others = ("recompute", "recompute_modules", "recompute_layers", "model", "data")
         choices = Choices(
             optimizer=given["optimizer"],
             precision=given["precision"],
@@ -589,6 +604,12 @@ class RunSpec(Document):
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} must be below "
                 f"the {decay_steps} steps over which the learning rate decays"
+            )
+        last = self.schedule.wsd_decay_steps or 0
+        if self.schedule.warmup_steps + last > decay_steps:
+            raise ValueError(
+                f"schedule.wsd_decay_steps {last} and the warm-up are more than the {decay_steps} "
+                "steps of the schedule"
             )
         return self
 
@@ -659,6 +680,7 @@ def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contra
             message,
             lambda other: other.offloads_activations,
         )
+    yield from _unread_parts(engine, choices)
     if choices.parallel.etp is None:
         return
     path = ("parallel", "etp")
@@ -669,6 +691,31 @@ def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contra
         # megatron-core 0.16.1 builds groups of experts that no layer would use
         message = "etp splits experts, and the model has none"
         yield Contradiction(path, message, "remove it, or give `model.moe`")
+
+
+def _unread_parts(engine: EngineAbilities, choices: Choices) -> Iterator[Contradiction]:
+    """Find fields of data and model that the engine lacks."""
+    model, data = choices.model, choices.data
+    if data is not None and data.documents not in engine.documents:
+        message = f"{engine.title} knows documents as {' or '.join(engine.documents)}"
+        able = lambda other: data.documents in other.documents  # noqa: E731
+        yield _unread(engine, ("data", "documents"), message, able)
+    if data is not None and data.mask_document_ends and not engine.masks_document_ends:
+        message = f"{engine.title} knows no ends of documents"
+        able = lambda other: other.masks_document_ends  # noqa: E731
+        yield _unread(engine, ("data", "mask_document_ends"), message, able)
+    if model is None:
+        return
+    if model.vocab_multiple is not None and not engine.pads_vocab:
+        message = f"{engine.title} pads no vocabulary"
+        yield _unread(engine, ("model", "vocab_multiple"), message, lambda other: other.pads_vocab)
+    moe = model.moe
+    if moe is not None and (moe.balance != "aux_loss" or moe.z_loss is not None):
+        field = "balance" if moe.balance != "aux_loss" else "z_loss"
+        if not engine.chooses_router_losses:
+            message = f"{engine.title} has no such loss of the router"
+            able = lambda other: other.chooses_router_losses  # noqa: E731
+            yield _unread(engine, ("model", "moe", field), message, able)
 
 
 def _unread(

@@ -16,8 +16,8 @@ from hpctrain.engines.training import TrainConfig
 def learning_rate(config: TrainConfig, finished_steps: int) -> float:
     """Return the rate of the step that follows `finished_steps` steps.
 
-    Linear from 0 up to `lr` over the warm-up, then down to `min_lr` over the decay; the first step
-    of a warm-up has a rate of 0.
+    Linear from 0 up to `lr` over the warm-up, then down to `min_lr` over the decay, of which `wsd`
+    has the last steps only; the first step of a warm-up has a rate of 0.
     """
     warmup = config.lr_warmup_steps
     if warmup > 0 and finished_steps <= warmup:
@@ -26,9 +26,20 @@ def learning_rate(config: TrainConfig, finished_steps: int) -> float:
         return config.lr
     if finished_steps > config.lr_decay_steps:
         return config.min_lr
-    passed = (finished_steps - warmup) / (config.lr_decay_steps - warmup)
-    linear = config.lr_decay_style == "linear"
-    share = 1.0 - passed if linear else 0.5 * (math.cos(math.pi * passed) + 1.0)
+    style: str = config.lr_decay_style
+    begin = warmup
+    if style == "wsd":
+        assert config.wsd_decay_steps is not None, "the spec was checked"
+        style, begin = config.lr_wsd_decay_style, config.lr_decay_steps - config.wsd_decay_steps
+        if finished_steps <= begin:
+            return config.lr
+    passed = (finished_steps - begin) / (config.lr_decay_steps - begin)
+    share = {
+        "linear": 1.0 - passed,
+        "cosine": 0.5 * (math.cos(math.pi * passed) + 1.0),
+        "exponential": 2.0 * 0.5**passed - 1.0,
+        "minus_sqrt": 1.0 - math.sqrt(passed),
+    }[style]
     return config.min_lr + share * (config.lr - config.min_lr)
 
 

@@ -70,6 +70,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
         dict(parallel=dict(tp=2, ep=4), model=dict(moe=EXPERTS, layers=4)),
         FRESH,
     ),
+    "parts": (
+        "llama7b",
+        "a100x1",
+        dict(
+            parallel=dict(ep=4),
+            schedule=dict(style="wsd", wsd_decay_steps=500, wsd_style="minus_sqrt"),
+            model=dict(
+                layers=4,
+                bias="qkv",
+                init_std=0.01,
+                vocab_multiple=256,
+                rope=dict(partial=0.5, scaling=dict(kind="linear", factor=2.0)),
+                moe=dict(EXPERTS, balance="seq_aux_loss", balance_loss=0.02, z_loss=1e-3),
+            ),
+        ),
+        FRESH,
+    ),
     "latent": (
         "llama7b",
         "a100x1",
@@ -166,6 +183,12 @@ def test_understood_as_planned(checkout: Path) -> None:
     assert answers(checkout)["experts"]["moe_layer_freq"] == [0, 1, 1, 1]
     assert answers(checkout)["axes"]["optimizer_cpu_offload"] is True
     assert answers(checkout)["uneven"]["use_tp_pp_dp_mapping"] is True
+    parts = answers(checkout)["parts"]
+    assert (parts["lr_decay_style"], parts["lr_wsd_decay_iters"]) == ("WSD", 500)
+    assert (parts["init_method_std"], parts["rotary_percent"]) == (0.01, 0.5)
+    assert parts["rotary_seq_len_interpolation_factor"] == 2 and parts["add_qkv_bias"]
+    assert parts["padded_vocab_size"] % 256 == 0
+    assert parts["moe_router_load_balancing_type"] in ("seq_aux_loss", ["seq_aux_loss"])
     llama = answers(checkout)["llama"]
     assert (llama["swiglu"], llama["normalization"]) == (True, "RMSNorm")
     assert llama["untie_embeddings_and_output_weights"] and not llama["add_bias_linear"]

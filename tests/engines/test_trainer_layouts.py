@@ -41,6 +41,7 @@ from trial_runs import (
 )
 from variants import varied
 
+from hpctrain.engines import megatron as documents
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.documents import Layout
 from hpctrain.plan.layout_words import ORDERS, Order
@@ -360,7 +361,7 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
     trial: MakeTrial,
 ) -> None:
     without = trial(MOE, train_steps=2)
-    assert without.train(prepare=lambda: setattr(model, "BALANCE_LOSS_WEIGHT", 0.0)) == [0]
+    assert without.train(prepare=lambda: setattr(documents, "BALANCE_LOSS_WEIGHT", 0.0)) == [0]
     balanced, plain = trained(MOE).rows[0], without.rows[0]
     assert balanced.loss_hex == plain.loss_hex
     assert balanced.grad_norm != plain.grad_norm

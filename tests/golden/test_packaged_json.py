@@ -20,6 +20,7 @@ from hpctrain.spec.loader import (
     load_packaged,
     packaged_json,
 )
+from hpctrain.spec.other_tools import DIRECTORY as OTHER_TOOLS
 
 DOCUMENTS = (
     PACKAGED_CALIBRATION,
@@ -31,6 +32,7 @@ DOCUMENTS = (
     PACKAGED_FAMILIES,
     PACKAGED / "signatures.yaml",
     PACKAGED / "xids.yaml",
+    *sorted(OTHER_TOOLS.glob("*.yaml")),
 )
 
 

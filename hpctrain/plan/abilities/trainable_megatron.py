@@ -180,12 +180,27 @@ _ADDED: tuple[tuple[Callable[[ModelSpec], object], str], ...] = (
     (lambda model: model.attends.soft_cap, "attention.soft_cap"),
     (lambda model: model.attends.qk_norm in ("width", "each_head"), "attention.qk_norm"),
     (lambda model: model.rotates.window_base, "rope.window_base"),
-    (lambda model: model.mla is None and model.rotates.scaling, "rope.scaling"),
+    (lambda model: _scaled_otherwise(model), "rope.scaling"),
     (
         lambda model: model.activation not in ("gelu", "gelu_tanh", "swiglu", "squared_relu"),
         "activation",
     ),
 )
+
+
+def _scaled_otherwise(model: ModelSpec) -> bool:
+    """Tell whether rotary positions are scaled as no argument of Megatron-LM does it.
+
+    It scales linearly by whole numbers, and as Llama 3.1 with its own constants
+    (rotary_pos_embedding.py, apply_scaling).
+    """
+    scaling = model.rotates.scaling
+    if scaling is None or model.mla is not None:
+        return False
+    if scaling.kind == "linear":
+        return not scaling.factor.is_integer()
+    llama = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_seq)
+    return scaling.kind != "llama3" or llama != (1, 4, 8192)
 
 
 def added_parts(model: ModelSpec) -> Iterator[str]:

@@ -511,7 +511,7 @@ def count_model(spec: RunSpec) -> ModelCounts:
     total = total_parameters(model)
     flops = model_flops_per_step(model, spec.batch.global_)
     padded = spec.engine.abilities.pads_vocab or model.reads_images
-    multiple = VOCAB_MULTIPLE if padded else 1
+    multiple = (model.vocab_multiple or VOCAB_MULTIPLE) if padded else 1
     if lora is None:
         return ModelCounts(total, total, 0, flops, multiple)
     adapters_of = [

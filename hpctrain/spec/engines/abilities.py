@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from hpctrain.spec.data import Documents
 from hpctrain.spec.document import Contradiction
 from hpctrain.spec.model import ModelSpec
 
 if TYPE_CHECKING:
+    from hpctrain.spec.data import DataSpec
     from hpctrain.spec.engine import EngineSpec
     from hpctrain.spec.run import OptimizerSpec, ParallelSpec
 
@@ -92,6 +94,7 @@ class Choices:
     recompute_layers: int | None = None
     activation_offload_layers: int | Literal["auto"] = 0
     model: ModelSpec | None = None
+    data: DataSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +155,13 @@ class EngineAbilities:
     reads_packed: bool = False
     # kind of directory that `model.pretrained` names (`hpctrain.checkpoints.staged`)
     weights: Literal["hugging_face", "megatron_core"] = "hugging_face"
-    # rows of the embedding are padded to a multiple of 128 x tp
+    # rows of the embedding are padded to a multiple of `model.vocab_multiple` x tp
     pads_vocab: bool = False
+    # values of `data.documents`, and whether it reads `data.mask_document_ends`
+    documents: tuple[Documents, ...] = ("joined",)
+    masks_document_ends: bool = True
+    # reads `model.moe.balance` and `z_loss`
+    chooses_router_losses: bool = False
 
     # -- splitting over ranks --------------------------------------------------------------------
     axes: tuple[Axis, ...] = ()

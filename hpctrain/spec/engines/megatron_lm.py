@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from hpctrain.spec.document import Contradiction
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engines.abilities import (
     MEGATRON_CORE,
     MODEL_AXES,
     OFFLOAD_WORD,
     WORDS_OF_EVERY_ENGINE,
+    Choices,
     EngineAbilities,
 )
 from hpctrain.spec.engines.megatron import ENVIRONMENT, MESH_WORDS, ZERO_WORDS
+from hpctrain.spec.other_tools import NameRow, table_of
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec
@@ -32,16 +34,16 @@ ArgumentValue = bool | int | float | str | tuple[int | float | str, ...]
 
 # Field of the spec -> the arguments that it sets, without dashes, with names of several versions.
 _BY_FIELD: dict[str, str] = {
-    "model.layers": "num-layers encoder-num-layers decoder-num-layers hybrid-layer-pattern "
-    "hybrid-override-pattern heterogeneous-layers-config-path",
+    "model.layers": "num-layers encoder-num-layers decoder-num-layers",
     "model.hidden": "hidden-size",
     "model.ffn": "ffn-hidden-size",
     "model.heads": "num-attention-heads",
     "model.kv_heads": "group-query-attention num-query-groups",
     "model.head_dim": "kv-channels",
-    "model.vocab": "vocab-size padded-vocab-size make-vocab-size-divisible-by",
+    "model.vocab": "vocab-size padded-vocab-size",
+    "model.vocab_multiple": "make-vocab-size-divisible-by",
     "model.seq": "seq-length encoder-seq-length decoder-seq-length max-position-embeddings",
-    "model.activation": "swiglu squared-relu openai-gelu quick-geglu",
+    "model.activation": "swiglu squared-relu openai-gelu",
     "model.norm": "normalization",
     "model.norm_epsilon": "norm-epsilon layernorm-epsilon",
     "model.positions": "position-embedding-type use-rotary-position-embeddings rope-type "
@@ -60,27 +62,24 @@ _BY_FIELD: dict[str, str] = {
     "per-split-data-args-path mock-data",
     "data.split": "split",
     "data.cache": "data-cache-path",
-    "batch.global": "global-batch-size batch-size rampup-batch-size step-batch-size-schedule "
-    "decrease-batch-size-if-needed",
+    "batch.global": "global-batch-size batch-size",
     "batch.micro": "micro-batch-size",
     "budget": "train-iters train-samples",
     "precision": "bf16 fp16",
-    "optimizer": "optimizer",
     "optimizer.lr": "lr",
     "optimizer.min_lr": "min-lr",
     "optimizer.beta1": "adam-beta1",
     "optimizer.beta2": "adam-beta2",
     "optimizer.epsilon": "adam-eps",
-    "optimizer.weight_decay": "weight-decay start-weight-decay end-weight-decay "
-    "weight-decay-incr-style",
+    "optimizer.weight_decay": "weight-decay",
     "optimizer.clip_grad": "clip-grad",
-    "optimizer.zero": "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp "
-    "use-custom-fsdp data-parallel-sharding-strategy num-distributed-optimizer-instances",
-    "optimizer.offload": "optimizer-cpu-offload optimizer-offload-fraction "
-    "use-precision-aware-optimizer",
+    "optimizer.zero": "use-distributed-optimizer",
+    "optimizer.offload": "optimizer-cpu-offload",
     "optimizer.overlap_grad_reduce": "overlap-grad-reduce",
     "optimizer.overlap_param_gather": "overlap-param-gather",
     "schedule.style": "lr-decay-style",
+    "schedule.wsd_decay_steps": "lr-wsd-decay-iters lr-wsd-decay-samples",
+    "schedule.wsd_style": "lr-wsd-decay-style",
     "schedule.warmup_steps": "lr-warmup-iters lr-warmup-samples lr-warmup-fraction",
     "schedule.decay_steps": "lr-decay-iters lr-decay-samples",
     "parallel.tp": "tensor-model-parallel-size model-parallel-size",
@@ -89,8 +88,7 @@ _BY_FIELD: dict[str, str] = {
     "parallel.stages": "pipeline-model-parallel-layout decoder-first-pipeline-num-layers "
     "decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split "
     "account-for-loss-in-pipeline-split",
-    "parallel.cp": "context-parallel-size hierarchical-context-parallel-sizes "
-    "hybrid-context-parallel",
+    "parallel.cp": "context-parallel-size",
     "parallel.ep": "expert-model-parallel-size",
     "parallel.etp": "expert-tensor-parallel-size",
     "parallel.order": "use-tp-pp-dp-mapping",
@@ -123,6 +121,19 @@ _OWN = (
     "inprocess-restart enable-ft-package adlr-autoresume yaml-cfg perform-rl-step "
     "phase-transition-iterations iterations-to-skip"
 )
+# Arguments that no field expresses and that a run of hpctrain excludes, by the reason.
+_EXCLUDED = {
+    "batches have one size here: samples, data and saves are counted by steps": (
+        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed"
+    ),
+    "the plan would be that of another model, see `model.pattern` and `model.activation`": (
+        "hybrid-layer-pattern hybrid-override-pattern heterogeneous-layers-config-path quick-geglu"
+    ),
+    "its checkpoints have a form that hpctrain does not read; engine `fsdp` shards parameters": (
+        "use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp data-parallel-sharding-strategy"
+    ),
+}
+EXCLUDED = {name: why for why, names in _EXCLUDED.items() for name in names.split()}
 FIELD_OF = {name: field for field, names in _BY_FIELD.items() for name in names.split()}
 KEPT_BACK = frozenset(_OWN.split())
 
@@ -130,6 +141,8 @@ KEPT_BACK = frozenset(_OWN.split())
 def refusal(name: str) -> tuple[str, str] | None:
     """Explain why a spec may not set the argument `name`, and what to do; None if it may."""
     plain = name.replace("_", "-")
+    if plain in EXCLUDED:
+        return f"--{plain}: {EXCLUDED[plain]}", "remove it"
     field = FIELD_OF.get(plain) or FIELD_OF.get(plain.removeprefix("no-"))
     if field is not None:
         return f"`{field}` decides --{plain}", f"remove it, and set `{field}`"
@@ -150,10 +163,64 @@ def misuse(value: ArgumentValue) -> tuple[str, str] | None:
     return None
 
 
+# Sections of a spec in which an argument may say the same as its field.
+_COMPARED = ("model", "optimizer", "parallel", "precision")
+
+
+def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
+    """Find arguments that say otherwise than the field that decides them.
+
+    Of the model's parts, arguments that its field leaves open are taken as they are.
+    """
+    for name, value in engine.arguments.items():
+        row, plain = _row(name), name.replace("_", "-")
+        if row is None or row.field is None or (misuse(value) or plain in EXCLUDED):
+            continue
+        field, section = row.field, row.field.partition(".")[0]
+        if section not in _COMPARED or getattr(choices, section, None) is None:
+            continue
+        ours = getattr(choices, section)
+        part: object = ours
+        for step in field.split(".")[1:]:
+            ours = getattr(part := ours, step, None)
+        if section == "parallel" and not choices.layout_given:  # the planner chooses
+            ours = None
+        theirs = row.values.get(str(value).lower() if value is True else str(value), value)
+        guarded = plain in FIELD_OF
+        is_open = ours is None or (
+            isinstance(part, Document)
+            and ours == type(part).model_fields[field.rpartition(".")[2]].default
+        )
+        if theirs == ours or (row.reader is None and is_open and not guarded):
+            continue
+        if guarded or row.reader is None:
+            is_known = f", and is {_shown(ours)}, not {_shown(theirs)}" if ours is not None else ""
+            message = f"`{field}` decides --{plain}{is_known}"
+            hint = f"remove it, and set `{field}`"
+            yield Contradiction(("engine", "arguments", name), message, hint)
+
+
+def _row(name: str) -> NameRow | None:
+    table = table_of("megatron_lm")
+    return None if table is None else table.rows.get(name.replace("_", "-"))
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_compared(name: str) -> bool:
+    """Whether `contradictions` compares an argument with its field, in place of a refusal."""
+    row = _row(name)
+    if row is None or row.field is None or row.reader is not None:
+        return False
+    return row.field.partition(".")[0] in _COMPARED and name.replace("_", "-") not in EXCLUDED
+
+
 def first_wrong(arguments: Mapping[str, ArgumentValue]) -> tuple[str, str, str] | None:
     """Find the first invalid argument: its name, what is wrong, what to do."""
     for name, value in arguments.items():
-        wrong = refusal(name) or misuse(value)
+        wrong = (None if _is_compared(name) else refusal(name)) or misuse(value)
         if wrong is not None:
             return name, *wrong
     return None
@@ -193,8 +260,11 @@ ABILITIES = EngineAbilities(
     export="hpctrain.convert.run_checkpoint:export_megatron",
     settings={"checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
     wrong_settings=wrong_settings,
+    contradictions=contradictions,
     model_classes=MEGATRON_CORE,
     pads_vocab=True,
+    masks_document_ends=False,  # its NullTokenizer has an end of documents of its own
+    chooses_router_losses=True,
     splits_experts=True,  # --expert-tensor-parallel-size
     axes=MODEL_AXES,
     zero_stages=(0, 1),

@@ -35,6 +35,7 @@ Settings = dict[str, object]
 # What a run chooses, or what classes do not compute.
 _OF_A_RUN = frozenset(
     {"pretrained", "config", "family", "seq", "max_seq", "dropout", "classes", "mtp_layers"}
+    | {"init_std", "vocab_multiple"}
 )
 # Parts that a model has or has not.
 _PARTS = ("moe", "mla", "mamba", "linear")
@@ -105,7 +106,8 @@ def fresh_settings(model: ModelSpec) -> Settings:
     """List the settings that a run sets itself when it starts from existing weights."""
     names, classes = family_by(model).dropouts, classes_of(model)
     labels: Settings = {} if classes is None else {"num_labels": classes}
-    return {**dict.fromkeys(names, model.dropout), **labels}
+    std: Settings = {} if model.init_std is None else {"initializer_range": model.init_std}
+    return {**dict.fromkeys(names, model.dropout), **labels, **std}
 
 
 def classes_of(model: ModelSpec) -> int | None:

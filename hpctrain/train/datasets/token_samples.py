@@ -155,8 +155,14 @@ def _empty(part: str, config: TrainConfig, what: str = "no documents") -> Invali
 
 
 def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
-    """Build the dataset's configuration. A null tokenizer suffices: only its size is used."""
+    """Build the dataset's configuration.
+
+    A null tokenizer suffices: only its size is used, and the token that ends a document.
+    """
     blend = config.data_blend
+    tokenizer = current().null_tokenizer(config.vocab_size)
+    if config.document_end is not None:
+        tokenizer._tokenizer._eod_id = config.document_end
     weights = [weight for weight, _ in blend] if len(blend) > 1 else None
     return GPTDatasetConfig(
         random_seed=config.seed,
@@ -164,9 +170,9 @@ def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
         blend=([prefix for _, prefix in blend], weights) if blend else None,
         split=config.data_split if blend else MOCK_SPLIT,
         path_to_cache=str(cache),
-        tokenizer=current().null_tokenizer(config.vocab_size),
-        reset_position_ids=False,
+        tokenizer=tokenizer,
+        reset_position_ids=config.documents != "joined",
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=False,
     )

@@ -192,6 +192,8 @@ def test_what_is_rendered_cannot_be_given() -> None:
     """All but plain defaults belong to a field or to hpctrain."""
     defaults = {"tokenizer-type", "ckpt-fully-parallel-load", "attention-softmax-in-fp32"}
     defaults |= {"qk-layernorm", "no-rope-fusion"}
+    # given, they say the same as their field, or there is none
+    defaults |= {"init-method-std", "optimizer", "use-precision-aware-optimizer"}
     configs = [
         told("gpt175b", "a100x64"),
         told(parallel=dict(tp=2, ep=4), model=dict(moe=EXPERTS, layers=4)),

@@ -326,6 +326,11 @@ def test_known_counts(lora: dict[str, Any], count: int) -> None:
     assert count_model(spec(lora=lora)).trainable == count
 
 
+def test_the_multiple_of_the_vocabulary_is_that_of_the_model() -> None:
+    own = spec(model={**LLAMA7B, "seq": 2048, "vocab_multiple": 256}, engine=dict(name="megatron"))
+    assert count_model(own).vocab_multiple == 256
+
+
 def test_everything_learns_without_lora() -> None:
     counts = count_model(spec())
     assert counts.trainable == counts.parameters == total_parameters(spec().model)

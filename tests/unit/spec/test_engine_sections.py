@@ -173,8 +173,11 @@ OF_MEGATRON_LM = [
      "8:97: `engine.arguments.tensor-model-parallel-size`: `parallel.tp` decides "
      "--tensor-model-parallel-size | remove it, and set `parallel.tp`"),
     ("arguments: {lr: 0.1}",
-     "8:73: `engine.arguments.lr`: `optimizer.lr` decides --lr"
+     "8:73: `engine.arguments.lr`: `optimizer.lr` decides --lr, and is 0.001, not 0.1"
      " | remove it, and set `optimizer.lr`"),
+    ("arguments: {rampup-batch-size: [8, 8, 1000]}",
+     "8:88: `engine.arguments.rampup-batch-size`: --rampup-batch-size: batches have one size here: "
+     "samples, data and saves are counted by steps | remove it"),
     ("arguments: {no_bf16: true}",
      "8:78: `engine.arguments.no_bf16`: `precision` decides --no-bf16"
      " | remove it, and set `precision`"),
@@ -215,6 +218,20 @@ def test_a_contradiction_has_a_place_and_a_hint(
     assert old in VALID
     text = VALID.replace(old, new, 1) + end
     assert shown(tmp_path, problems_of(tmp_path, text)) == [expected]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "{lr: 1e-3, hidden-size: 128, bf16: true}",  # as the fields say
+        "{init-method-std: 0.01, use-rope-scaling: true}",  # whose fields are absent
+        "{optimizer: muon, num-distributed-optimizer-instances: 2, start-weight-decay: 0.1}",
+    ],
+)
+def test_an_argument_that_no_field_contradicts_is_passed_on(tmp_path: Path, more: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"{VALID}{ENGINE}, arguments: {more}}}\n")
+    assert load_run_spec(path).document.engine.arguments
 
 
 FINE = [

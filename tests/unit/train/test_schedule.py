@@ -37,5 +37,16 @@ def test_rates(step: int, style: str, expected: float) -> None:
     assert rate(step, lr_decay_style=style) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("style", "middle"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
+)
+def test_wsd_is_constant_until_its_last_steps(style: str, middle: float) -> None:
+    wsd = dict(lr_decay_style="wsd", wsd_decay_steps=20, lr_wsd_decay_style=style)
+    assert [rate(step, **wsd) for step in (5, 10, 50, 90)] == pytest.approx([0.5, 1, 1, 1])
+    assert rate(100, **wsd) == pytest.approx(0.1 + 0.9 * middle)
+    assert rate(110, **wsd) == pytest.approx(0.1)
+
+
 def test_without_a_warm_up_the_first_step_has_the_full_rate() -> None:
     assert rate(0, lr_warmup_steps=0) == 1.0

@@ -42,7 +42,7 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.megatron import MegatronConfig, core_fields, position_kind
+from hpctrain.engines.megatron import INITIAL_STD, MegatronConfig, core_fields, position_kind
 from hpctrain.train import software
 from hpctrain.train.data import Microbatch
 from hpctrain.train.device import on_cpu
@@ -135,8 +135,6 @@ class MaskedTokensStep:
         losses = run_bert(model, visible, batch.tokens, shape, self.device)
         return losses, self.loss_of(masked.to(torch.float32))
 
-
-INITIAL_STD = 0.02
 
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 # Of an MLP, with or without a gate.
@@ -279,12 +277,13 @@ def transformer_settings(
         activation = functional.gelu
     # Not `perform_initialization=False`: that also skips the attribute `tensor_model_parallel`
     # (tensor_parallel/layers.py), without which the gradient norm counts one tensor rank only.
+    std = model.init_std or INITIAL_STD
     # Standard deviations as megatron-core's own (utils.py, init_method_normal and
     # scaled_init_method_normal; Megatron-LM's 0.02).
     initialisers = dict(
-        init_method=noted(INITIAL_STD),
-        output_layer_init_method=noted(INITIAL_STD / math.sqrt(2.0 * model.layers)),
-        embedding_init_method=noted(INITIAL_STD),
+        init_method=noted(std),
+        output_layer_init_method=noted(std / math.sqrt(2.0 * model.layers)),
+        embedding_init_method=noted(std),
     )
     kind = TransformerConfig if model.mla is None else MLATransformerConfig
     settings = kind(

@@ -176,7 +176,7 @@ def loss_of(config: ModuleConfig, token_losses: TokenLosses | None = None) -> Lo
 
         return masked_modeling
     sum_losses = token_losses or masked_sum
-    packed = config.data_format == "packed"
+    packed = config.data_format == "packed" or config.documents == "separate"
 
     def causal_modeling(module: Any, batch: Any) -> tuple[Any, Any]:
         # Labels are the next tokens: GPTDataset has shifted them already. With several texts in

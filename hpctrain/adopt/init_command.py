@@ -1,4 +1,4 @@
-"""Command `init`: a commented run spec from flags and questions."""
+"""Command `init`: a run spec from flags and questions, or from another tool's configuration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import click
 
 from hpctrain.page.options import ProfileName
 from hpctrain.page.output import busy, line_width, say, table
+from hpctrain.page.text import paragraph
+from hpctrain.page.words import counted
 
 if TYPE_CHECKING:
     from hpctrain.site.init import Wishes
+
+_MOST = 64  # characters of a name with its value in the table
 
 
 @click.command()
@@ -23,6 +27,12 @@ if TYPE_CHECKING:
     "--trainer",
     metavar="ADAPTER",
     help="Instead: a program of your own, by its framework (`hpctrain adapters`).",
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Instead: the configuration of another tool, or a script with its arguments.",
 )
 @click.option("--data", metavar="PREFIX", help="Tokens: prefix of .bin and .idx.  [default: none]")
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer that the data was made with.")
@@ -38,6 +48,7 @@ def init(
     file: Path | None,
     model: str | None,
     trainer: str | None,
+    source: Path | None,
     data: str | None,
     tokenizer: str | None,
     tokens: str | None,
@@ -49,18 +60,31 @@ def init(
 ) -> None:
     """Write a run spec to start from, with comments; what is not given is asked on a terminal.
 
+    --from reads a file of Megatron-LM (arguments, or a script with them), Megatron-Bridge, NeMo,
+    torchtitan, nanotron, DeepSpeed, axolotl or LLaMA-Factory as text. A table says of each name,
+    with its line, whether it is a field of the spec, has none, or is left out, and why.
+
     \b
     Examples:
       hpctrain init --list
       hpctrain init --model llama-3-8b --gpus 64 -p a100x64
       hpctrain init my.yaml --model models/llama-2-7b --data data/text --tokens 6B
       hpctrain init my.yaml --trainer hf
+      hpctrain init --from train_gpt3_175b.sh --gpus 1024
+      hpctrain init my.yaml --from llama3_8b.toml
     """
     from hpctrain.site.init import Wishes, named_model, spec_text, trainer_text
     from hpctrain.spec.families.settings import unknown_note
 
     if listed:
         _list_models()
+        return
+    if source is not None:
+        given = {"model": model, "trainer": trainer, "data": data, "tokenizer": tokenizer}
+        for option, value in (given | {"tokens": tokens, "engine": engine}).items():
+            if value is not None:
+                raise click.UsageError(f"--{option} is not for --from: edit the spec")
+        _bring(source, file, gpus, name, profile)
         return
     if trainer is not None:
         given = {"model": model, "data": data, "tokenizer": tokenizer, "tokens": tokens}
@@ -112,6 +136,53 @@ def init(
     _write(target, text)
     click.echo(target)
     _say_next(target, profile)
+
+
+def _bring(
+    source: Path, file: Path | None, gpus: int | None, name: str | None, profile: str | None
+) -> None:
+    """Make a spec of another tool's configuration, and show what became of each name."""
+    from hpctrain.adopt.configuration import bring
+    from hpctrain.base.errors import InvalidInputError
+    from hpctrain.spec.loader import read_text
+
+    def has_weights(directory: str) -> bool | None:
+        config = Path(directory, "config.json")
+        return any(config.parent.glob("*.safetensors")) if config.is_file() else None
+
+    done = bring(read_text(source), source, gpus=gpus, name=name, has_weights=has_weights)
+    if str(file) == "-":
+        click.echo(done.text, nl=False)
+    else:
+        becomes = {"spec": "spec", "no field": "NO FIELD", "dropped": "DROPPED"}
+        rows = [
+            [
+                str(one.line),
+                f"{one.name} {one.value}"[:_MOST],
+                one.field or becomes[one.outcome],
+                one.reason,
+            ]
+            for one in done.names
+        ]
+        table(["LINE", "NAME", "BECOMES", "WHY"], rows)
+    counts = {"spec": "understood", "no field": "without a field", "dropped": "left out"}
+    found = ", ".join(f"{done.count(kind)} {words}" for kind, words in counts.items())  # type: ignore[arg-type]
+    say(f"{done.tool}, {counted(len(done.names), 'name')}: {found}")
+    if str(file) == "-":
+        return
+    target = file or Path(f"{done.name}.yaml")
+    try:
+        _write(target, done.text)
+    except InvalidInputError as error:
+        say(f"Wrote {target}")
+        say("Before it can run:")
+        for problem in error.problems:
+            hint = f" ({problem.hint})" if problem.hint else ""
+            say("\n".join(paragraph(f"{problem}{hint}", "- ", hang=2)))
+        say(f"Next  hpctrain validate -p {profile or 'PROFILE'} {target}")
+    else:
+        say(f"Wrote {target}")
+        _say_next(target, profile)
 
 
 def _enlarged(wishes: Wishes, profile: str) -> Wishes:
