@@ -22,7 +22,6 @@ from variants import varied
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.train_json import parse_train_config
-
 from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.parameters import count_model, total_parameters
