@@ -3,7 +3,7 @@
     python -m bench.published_configs [--write]
 
 Each is read, counted, planned on `a100x64` and compared with what the engines train and `convert`
-converts. Nothing is trained here: `tests/engines/test_families.py` does that, with a tiny model of
+converts. Nothing is trained here: `tests/engines/test_model_families.py` does that, with a tiny model of
 each family. Belongs here: the table. Does not belong here: the files (`tests/families/`).
 """
 

@@ -125,8 +125,10 @@ def _same(config: MegatronLmConfig, *fields: str) -> Arguments:
     return {name.replace("_", "-"): getattr(config, name) for name in fields}
 
 
-# Fields of TransformerConfig that are no arguments of the same name.
+# Fields of TransformerConfig that are no arguments of the same name, or none that says the default.
+# `softmax_scale` is no argument at all, and refused (`trainable_megatron_lm`).
 _OTHERWISE = (
+    "softmax_scale",
     *("normalization", "layernorm_epsilon", "gated_linear_unit", "softmax_type"),
     *("num_query_groups", "kv_channels", "add_bias_linear", "moe_layer_freq", "rope_type"),
     *("layernorm_zero_centered_gamma", "attention_output_gate", "rotary_base", "num_moe_experts"),
@@ -159,7 +161,10 @@ def _model(config: MegatronLmConfig) -> Arguments:
         "rotary-base": round(model.rope_base) if rotary else None,
         "rotary-percent": model.rotates.partial if rotary and model.rotates.partial < 1 else None,
         **_rope_scaling(model),
+        "softmax-type": fields["softmax_type"] if model.attends.sinks else None,
+        "attention-output-gate": model.attends.gate,
         "normalization": fields["normalization"],
+        "apply-layernorm-1p": model.norm_zero_centered,
         "norm-epsilon": model.norm_epsilon,
         "untie-embeddings-and-output-weights": not model.tied,
         "disable-bias-linear": not model.mlp_bias,

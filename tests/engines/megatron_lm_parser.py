@@ -1,7 +1,8 @@
 """A program: puts arguments before a real Megatron-LM's own parser, checks and configuration.
 
 `python megatron_lm_parser.py DIRECTORY` reads a JSON list of [world size, words] and answers with
-a list of what became of them: the parsed values by name, or `{"refused": why}`. DIRECTORY holds
+a list of what became of them: the parsed values by name, with `config` for the fields of its
+TransformerConfig, or `{"refused": why}`. DIRECTORY holds
 the package `megatron` with `megatron.training`.
 """
 
@@ -49,23 +50,27 @@ def answer(parse: Any, world_size: int, words: list[str]) -> dict[str, Any]:
         with contextlib.redirect_stderr(said):
             args = parse.parse_args()
             parse.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-            configure(parse, args)
+            config = configure(parse, args)
     except SystemExit as error:
         return {"refused": f"exit {error.code}: {said.getvalue()[-2000:]}"}
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    return {name: value for name, value in vars(args).items() if is_plain(value)}
+    return {**plain(args), "config": plain(config)}
 
 
-def configure(parse: Any, args: Any) -> None:
+def plain(values: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(values).items() if is_plain(value)}
+
+
+def configure(parse: Any, args: Any) -> Any:
     """Build its TransformerConfig, without the fusion that asks for TransformerEngine first."""
     try:
-        parse.core_transformer_config_from_args(args)
+        return parse.core_transformer_config_from_args(args)
     except ValueError as error:
         if "apply_rope_fusion is not available" not in str(error):
             raise
         args.apply_rope_fusion = False
-        parse.core_transformer_config_from_args(args)
+        return parse.core_transformer_config_from_args(args)
 
 
 def is_plain(value: Any) -> bool:

@@ -20,8 +20,11 @@ import pytest
 from planned_job import planned_job
 from trial_runs import once
 
+from hpctrain.engines.megatron import core_fields
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
+from hpctrain.plan.abilities.trainable_megatron_lm import untrainable
 from hpctrain.spec.engines.megatron_lm import FIELD_OF, KEPT_BACK
+from hpctrain.spec.families import family_named, read_config
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
 
@@ -107,24 +110,48 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
 }  # fmt: skip
 
 
-def told(name: str) -> MegatronLmConfig:
-    example, profile, changes, _ = CASES[name]
+FAMILIES = {
+    file.stem: json.loads(file.read_text())
+    for file in sorted((HERE.parent / "families").glob("*.json"))
+    if file.stem not in ("vit", "resnet")
+}
+
+
+def spec_of(name: str) -> RunSpec:
+    """A case, or a tiny model of a family in place of Llama."""
+    example, _, changes, _ = CASES.get(name, CASES["llama"])
     base = load_run_spec(ROOT / "examples" / f"{example}.yaml", ()).document
     document = base.model_dump(mode="json", by_alias=True)
     document["engine"] = {"name": "megatron-lm", "checkout": "/opt/Megatron-LM"}
     for section, values in changes.items():
         before = document[section]
         document[section] = {**before, **values} if isinstance(before, dict) else values
-    spec = RunSpec.model_validate(document)
-    return megatron_lm_config(planned_job(spec, load_profile(find_profile(profile)).document))
+    if name in FAMILIES:
+        family = family_named(name)
+        assert family is not None
+        document["model"] = {**read_config(FAMILIES[name], family).fields, "seq": 128}
+    return RunSpec.model_validate(document)
+
+
+def trained_families() -> list[str]:
+    """Families of which Megatron-LM has every part."""
+    return [name for name in FAMILIES if not [*untrainable(spec_of(name))]]
+
+
+def told(name: str) -> MegatronLmConfig:
+    profile = CASES.get(name, CASES["llama"])[1]
+    return megatron_lm_config(
+        planned_job(spec_of(name), load_profile(find_profile(profile)).document)
+    )
 
 
 @cache
 def answers(checkout: Path) -> dict[str, dict[str, Any]]:
     """One process for all cases: most of it is importing."""
-    configs = {name: told(name) for name in CASES}
+    names = [*CASES, *trained_families()]
     cases = [
-        (config.world_size, arguments(config, CASES[name][3])) for name, config in configs.items()
+        (config.world_size, arguments(config, CASES[name][3] if name in CASES else FRESH))
+        for name, config in ((name, told(name)) for name in names)
     ]
 
     def ask(directory: Path) -> None:
@@ -140,7 +167,7 @@ def answers(checkout: Path) -> dict[str, dict[str, Any]]:
         (directory / "answers.json").write_text(done.stdout)
 
     found = json.loads((once(f"arguments, {checkout}", ask) / "answers.json").read_text())
-    return dict(zip([*CASES, "unknown", "contradiction"], found, strict=True))
+    return dict(zip([*names, "unknown", "contradiction"], found, strict=True))
 
 
 def negatives() -> list[tuple[int, tuple[str, ...]]]:
@@ -194,6 +221,23 @@ def test_understood_as_planned(checkout: Path) -> None:
     assert llama["untie_embeddings_and_output_weights"] and not llama["add_bias_linear"]
     assert (llama["lr_decay_iters"], llama["train_iters"]) == (3815, 3815)
     assert llama["ckpt_format"] == "torch_dist"
+
+
+@pytest.mark.variant("test_a_whole_run")
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_a_family_is_the_model_of_its_record(checkout: Path) -> None:
+    """Megatron-LM makes the configuration of its arguments that engine megatron makes itself."""
+    names = trained_families()
+    assert len(names) >= 15, names
+    for name in names:
+        answer = answers(checkout)[name]
+        assert "refused" not in answer, (name, answer["refused"])
+        wished = json.loads(json.dumps(core_fields(told(name).model)))
+        made = {field: answer["config"].get(field) for field in wished}
+        differ = {
+            field: (value, made[field]) for field, value in wished.items() if made[field] != value
+        }
+        assert not differ, (name, differ)
 
 
 @pytest.mark.variant("test_a_whole_run")

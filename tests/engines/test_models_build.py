@@ -29,7 +29,6 @@ from hpctrain.spec.model import LoraSpec
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.train.engines.models.allocation import allocate, slice_offsets
 from hpctrain.train.engines.models.build import (
-    adapted_layers,
     blocks_of,
     build_module,
     build_on_meta,

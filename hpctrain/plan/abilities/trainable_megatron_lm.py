@@ -23,6 +23,9 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for field in trainable_megatron.added_parts(spec.model):
         message = "hpctrain adds this part to megatron-core, Megatron-LM has it not: say megatron"
         yield f"model.{field}", message
+    if spec.model.attends.scale is not None:
+        # arguments.py, _add_network_size_args: `softmax_scale` is excluded
+        yield "model.attention.scale", "Megatron-LM has no argument for it: say megatron"
     if spec.precision in ("fp8", "fp4"):
         kind = "fp8-format: hybrid" if spec.precision == "fp8" else "fp4-format: e2m1"
         message = (
