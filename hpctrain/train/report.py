@@ -86,7 +86,7 @@ class LaunchReporter:
     """What a launch shows of itself, whoever trains: an engine's ranks, a program, or an agent.
 
     `step` is the last finished one that is known here, `checkpoint_step` that of the newest
-    checkpoint; `loss` and `step_seconds` belong to the newest step of this launch.
+    checkpoint; `loss` is that of the newest step of this launch.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LaunchReporter:
         # A resumed run is not at step 0 while its checkpoint is being loaded.
         self.step, self.checkpoint_step = resume_step or 0, resume_step
         self.loss: float | None = None
-        self.step_seconds: float | None = None
+        self._step_seconds: float | None = None
         self._run, self._epoch, self._target = run, epoch, target_step
         self._metrics = RecordFile(run, run.metrics)
         self._writes = True
@@ -130,7 +130,7 @@ class LaunchReporter:
             step=self.step,
             target_step=self._target,
             time=time.time(),
-            step_seconds=self.step_seconds,
+            step_seconds=self._step_seconds,
             loss=self.loss,
             checkpoint_step=self.checkpoint_step,
         )
@@ -162,7 +162,7 @@ class Reporter(LaunchReporter):
 
     def finished_step(self, result: StepResult, evaluation: Evaluation | None) -> None:
         """Record one step: a metrics row, sometimes progress, sometimes a log line."""
-        self._note(result)
+        self.note_step(result)
         if not self._writes:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
@@ -234,9 +234,9 @@ class Reporter(LaunchReporter):
             pairs.append(f"{name}={value:.7g}" if number else f"{name}={value}".replace(" ", "_"))
         print(" ".join(pairs), flush=True)
 
-    def _note(self, result: StepResult) -> None:
+    def note_step(self, result: StepResult) -> None:
         """Make a step the newest one."""
-        self.step, self.step_seconds = result.step, result.step_seconds
+        self.step, self._step_seconds = result.step, result.step_seconds
         self.loss = finite(result.loss)
 
 

@@ -239,7 +239,7 @@ class Recorder(LaunchReporter):
             if self.first_step is None:
                 self.first_step = step
             elif live and self._seen_at is not None and step > self.step:
-                self.step_seconds = (now - self._seen_at) / (step - self.step)
+                self._step_seconds = (now - self._seen_at) / (step - self.step)
             self.step, self._seen_at = step, now if live else None
             self._phase = "training"
         own = {name: value for name, value in values.items() if name != "step"}
@@ -251,7 +251,7 @@ class Recorder(LaunchReporter):
 
     def _append(self, step: int, own: Values, read_at: float | None) -> None:
         """Append a row of what was reported; the seconds of a step may be measured here."""
-        seconds = own.get("seconds") or (self.step_seconds if read_at is None else None)
+        seconds = own.get("seconds") or (self._step_seconds if read_at is None else None)
         loss, tokens = own.get("loss"), own.get("tokens")
         if loss is not None:
             self.loss = loss if math.isfinite(loss) else None

@@ -143,7 +143,7 @@ class LogReporter(Reporter):
             if interval and line.step % interval == 0:
                 # its row gets the loss of the evaluation that follows
                 self._unrecorded = line
-                self._note(line)
+                self.note_step(line)
                 self._enter("evaluating", line.step)
             else:
                 self._record(line, None)

@@ -94,7 +94,10 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
             raise
         if job.launch.leads:
             reporter.phase("leaving", publisher.newest_step or resume_step)
-        return _outcome(job, publisher, resume_step)
+        outcome, step = _outcome(job, publisher, resume_step)
+        if job.launch.leads:
+            reporter.phase("leaving", step)  # with the checkpoint that was published meanwhile
+        return outcome, step
     except SystemExit:
         raise
     except BaseException:  # also the interrupt by the publisher's thread, wherever it comes
