@@ -67,7 +67,7 @@ def configure(parse: Any, args: Any) -> Any:
     try:
         return parse.core_transformer_config_from_args(args)
     except ValueError as error:
-        if "apply_rope_fusion is not available" not in str(error):
+        if "apply_rope_fusion" not in str(error):
             raise
         args.apply_rope_fusion = False
         return parse.core_transformer_config_from_args(args)
