@@ -157,7 +157,8 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
         parsed.broken.add(where)
         parsed.problems.append(problem)
     _expand_sources(parsed, Path(path).parent)
-    if _names_a_config(parsed):
+    model = parsed.data.get("model") if isinstance(parsed.data, dict) else None
+    if isinstance(model, dict) and model.get("config") is not None:
         from hpctrain.spec.families.expand import expand_config
 
         expand_config(parsed, Path(path).parent)
@@ -780,11 +781,6 @@ def _expand_sources(parsed: Parsed, directory: Path) -> None:
 def _names_a_preset(parsed: Parsed) -> bool:
     model = parsed.data.get("model") if isinstance(parsed.data, dict) else None
     return isinstance(model, str) or (isinstance(model, dict) and "preset" in model)
-
-
-def _names_a_config(parsed: Parsed) -> bool:
-    model = parsed.data.get("model") if isinstance(parsed.data, dict) else None
-    return isinstance(model, dict) and model.get("config") is not None
 
 
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:

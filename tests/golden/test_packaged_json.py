@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from hpctrain.judge.catalogue import PACKAGED
 from hpctrain.observe.families import PACKAGED_FAMILIES
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import CATALOGUE as PACKAGED_PRESETS
+from hpctrain.spec.families import COMPILED, DIRECTORY, Family
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
@@ -21,6 +24,7 @@ from hpctrain.spec.loader import (
     packaged_json,
 )
 from hpctrain.spec.other_tools import DIRECTORY as OTHER_TOOLS
+from hpctrain.spec.positions import parse_yaml
 
 DOCUMENTS = (
     PACKAGED_CALIBRATION,
@@ -55,3 +59,52 @@ def test_a_json_of_another_text_is_ignored(damage: str, tmp_path: Path) -> None:
         path.with_suffix(".json").write_text(damage)
     expected = load_document(Calibration, path).document
     assert load_packaged(Calibration, path) == expected
+
+
+# -- Families of models: one JSON for all files --------------------------------------------------
+
+
+def test_families_are_those_of_their_files(request: pytest.FixtureRequest) -> None:
+    text = json.dumps(families(), separators=(",", ":")) + "\n"
+    if request.config.getoption("--write-golden"):
+        COMPILED.write_text(text)
+    assert COMPILED.read_text() == text, f"run `make golden` for {COMPILED.name}"
+
+
+def families() -> dict[str, dict[str, Any]]:
+    """The values of all files, each completed by those that it is like."""
+    files = {
+        path.stem: {"name": path.stem, **parse_yaml(path.read_text(), path.name).data}
+        for path in sorted(DIRECTORY.glob("*.yaml"))
+    }
+
+    def complete(values: dict[str, Any]) -> dict[str, Any]:
+        base = values.get("like")
+        return values if base is None else joined(complete(files[base]), values)
+
+    whole = {name: complete(values) for name, values in files.items()}
+    for name, values in whole.items():
+        Family.model_validate(values)
+        own = files[name]
+        values["model_types"] = own.get("model_types", [])  # nobody else's
+        values["whole_heads"] = own.get("whole_heads", False)
+    return {name: values for name, values in whole.items() if not name.startswith("_")}
+
+
+def joined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Complete `base` by `own`: mappings key by key, what is ignored added, others replaced.
+
+    A key without a value is removed.
+    """
+    result = dict(base)
+    for key, value in own.items():
+        before = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        elif key in ("ignored", "unused_weights"):
+            result[key] = [*(before or ()), *value]
+        elif isinstance(value, dict) and isinstance(before, dict):
+            result[key] = joined(before, value)
+        else:
+            result[key] = value
+    return result

@@ -24,7 +24,8 @@ from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.positions import shorten
 
 DIRECTORY = Path(__file__).resolve().parent
-# All files in one, which is read in a hundredth of the time; a test compares the two.
+# All files in one, each completed by those that it is like: read in a hundredth of the time.
+# `make golden` writes it (tests/golden/test_packaged_json.py).
 COMPILED = DIRECTORY / "families.json"
 
 Config = Mapping[str, Any]
@@ -171,47 +172,6 @@ def block_classes() -> frozenset[str]:
 def _tables() -> dict[str, dict[str, Any]]:
     read: Callable[[str], bytes] = cast(Any, __spec__).loader.get_data  # PEP 302, also from a zip
     return dict(json.loads(read(str(COMPILED))))
-
-
-def compiled() -> dict[str, dict[str, Any]]:
-    """Return the values of all files, each completed by those that it is like. For `COMPILED`."""
-    from hpctrain.spec.positions import parse_yaml
-
-    files = {
-        path.stem: {"name": path.stem, **parse_yaml(path.read_text(), path.name).data}
-        for path in sorted(DIRECTORY.glob("*.yaml"))
-    }
-
-    def complete(values: dict[str, Any]) -> dict[str, Any]:
-        base = values.get("like")
-        return values if base is None else _joined(complete(files[base]), values)
-
-    whole = {name: complete(values) for name, values in files.items()}
-    for name, values in whole.items():
-        Family.model_validate(values)
-        own = files[name]
-        values["model_types"] = own.get("model_types", [])  # nobody else's
-        values["whole_heads"] = own.get("whole_heads", False)
-    return whole
-
-
-def _joined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Complete `base` by `own`: mappings key by key, what is ignored added, others replaced.
-
-    A key without a value is removed.
-    """
-    result = dict(base)
-    for key, value in own.items():
-        before = result.get(key)
-        if value is None:
-            result.pop(key, None)
-        elif key in ("ignored", "unused_weights"):
-            result[key] = [*(before or ()), *value]
-        elif isinstance(value, dict) and isinstance(before, dict):
-            result[key] = _joined(before, value)
-        else:
-            result[key] = value
-    return result
 
 
 # -- Read a `config.json` ------------------------------------------------------------------------
