@@ -10,10 +10,13 @@ PATIENCE_SECONDS = 300.0
 
 
 def wait_until(
-    condition: Callable[[], object], what: str | Callable[[], object] = "what was awaited"
+    condition: Callable[[], object],
+    what: str | Callable[[], object] = "what was awaited",
+    *,
+    pause_seconds: float = 0.01,
 ) -> None:
-    """Look a hundred times a second; `what` goes into the failure."""
+    """Look again and again, seldom where a look starts a process; `what` goes into a failure."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"never {what() if callable(what) else what}"
-        time.sleep(0.01)
+        time.sleep(pause_seconds)

@@ -70,7 +70,11 @@ def test_the_run_does_what_the_script_did(
     script = work / "job.sbatch"
     script.write_text(SCRIPT.format(directory=work, python=sys.executable))
     place.slurm.submit(script.read_text())
-    wait_until(lambda: not place.sandbox.command("squeue", "--noheader").strip(), "over")
+    wait_until(
+        lambda: not place.sandbox.command("squeue", "--noheader").strip(),
+        "over",
+        pause_seconds=0.5,
+    )
     by_script = json.loads((work / "out" / "state-40.json").read_text())
 
     monkeypatch.chdir(work)

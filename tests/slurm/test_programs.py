@@ -66,7 +66,7 @@ class Program:
             assert state in states or state not in over, self.ask("why", run)
             return state in states
 
-        wait_until(is_there, f"{run} {states}")
+        wait_until(is_there, f"{run} {states}", pause_seconds=2.0)
 
 
 def with_line(path: Path, line: int, change: Callable[[str], str]) -> None:
@@ -101,7 +101,7 @@ def test_a_program_mends_submits_stops_and_resumes(sandbox: Sandbox, tmp_path: P
     run = program.ask("submit", *where, "--yes")["submitted"]["run_id"]
     steps = plan["batch"]["train_steps"]
     program.wait(run, "RUNNING")
-    wait_until(lambda: program.ask("status", run)["runs"][0]["step"], "a step")
+    wait_until(lambda: program.ask("status", run)["runs"][0]["step"], "a step", pause_seconds=1.0)
     assert program.run("stop", run).returncode == 0
     program.wait(run, "STOPPED")
     why = program.ask("why", run)["why"]

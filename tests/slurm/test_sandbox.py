@@ -219,7 +219,7 @@ def test_faults_name_what_they_cannot_do(sandbox: Sandbox) -> None:
         faults.restart_controller(sandbox)
 
 
-@pytest.mark.variant("test_the_page_says_what_happens")
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
 def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
     shape = default_shape(nodes=2, grace_seconds=40, user_signal_on_preempt=True)
     box = create_sandbox(directory, shape)
@@ -237,7 +237,7 @@ def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
     await_true(lambda: job(box, training)["Restarts"] == "1")
 
 
-@pytest.mark.variant("test_the_page_says_what_happens")
+@pytest.mark.variant("test_a_crashed_node_is_lost_before_and_after_slurm_notices")
 def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> None:
     # Half the usual time-out, because noticing takes twice the time-out.
     box = create_sandbox(directory, replace(default_shape(nodes=2), slurmd_timeout_seconds=5))

@@ -7,7 +7,6 @@ PyTorch and the engines are those of the environment that runs the tests: a file
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_SECONDS = 600.0
-# Ranks agree every second: two steps, so that most looks come between a save and the next one.
-_STEP_SECONDS = 0.4
 _SOURCES = ("hpctrain", "templates", "cluster_profiles", "examples", "man")
 _FILES = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 
@@ -42,29 +39,6 @@ def install_wheel(place: Path, environment: Path) -> None:
     _run([*pip, "--python", python, *into])
     packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
     Path(packages, "engines.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-
-
-# A script as `bin/python` needs a name for the real one, by which it knows its environment.
-_INTERPRETER = """\
-#!/bin/bash
-[ "$1 $2" != "-m hpctrain.train" ] || exec {stand_in} "$@"
-exec -a {python} {real} "$@"
-"""
-
-
-def put_stand_in(environment: Path) -> None:
-    """From now on the Python of the environment starts the stand-in in place of the trainer."""
-    python, stand_in = environment / "bin" / "python", environment / "bin" / "stand-in"
-    real = python.resolve()
-    made = f"write_stand_in_interpreter(Path({str(stand_in)!r}), {_STEP_SECONDS})"
-    imports = "from tests.rig.stand_in.interpreter import write_stand_in_interpreter"
-    path = f"from pathlib import Path; import sys; sys.path.append({str(ROOT)!r})"
-    # without the working directory (-P), so that hpctrain is that of the wheel
-    _run([str(python), "-P", "-c", f"{path}; {imports}; {made}"])
-    words = {"stand_in": stand_in, "python": python, "real": real}
-    python.unlink()
-    python.write_text(_INTERPRETER.format(**{n: shlex.quote(str(w)) for n, w in words.items()}))
-    python.chmod(0o755)
 
 
 def _run(argv: list[str]) -> None:

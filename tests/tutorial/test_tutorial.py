@@ -1,7 +1,6 @@
 """docs/tutorial.md as a person follows it, from the wheel, on a real Slurm.
 
-Every command of the page is typed in its order; what it prints is compared with the page. Ranks
-compute nothing, as in most tests of Slurm; `make nightly` and `--write-golden` take real engines.
+Every command of the page is typed in its order; what it prints is compared with the page.
 `--write-golden` writes other outputs into the page and leaves commands as they are; review the
 diff, and put `…` where a line depends on the moment.
 """
@@ -24,7 +23,7 @@ from unittest import mock
 import pytest
 from another_user import AnotherUser, another_user_or_none, public_directory
 from command_line import on_terminal
-from installed_wheel import ROOT, install_wheel, put_stand_in
+from installed_wheel import ROOT, install_wheel
 from tutorial_page import Block, Command, blocks_of, differs, rewritten, shown
 from typed_shell import COLUMNS, TypedShell, typed_shell
 
@@ -43,7 +42,6 @@ class Reader:
     shell: TypedShell
     place: Path
     colleague: AnotherUser | None
-    engines: bool
     outputs: dict[int, list[str]] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
 
@@ -75,8 +73,7 @@ class Reader:
             expected = block.exit_code if command is last else 0
             printed = "\n".join(lines)
             assert code == expected, f"line {command.first_line + 1}: exit {code}\n{printed}"
-            if self.engines or not block.engine:
-                self._compare(block, command, lines)
+            self._compare(block, command, lines)
 
     def _repeated(
         self, command: Command, until: str, code: int, lines: list[str]
@@ -138,15 +135,10 @@ class Reader:
 
 
 @pytest.fixture
-def reader(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Iterator[Reader]:
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """In a directory that others may enter: a working directory, the wheel, a project's place."""
-    engines = any(map(pytestconfig.getoption, ("--nightly", "--write-golden")))
     with public_directory() as place:
         install_wheel(tmp_path_factory.mktemp("wheel"), place / "venv")
-        if not engines:
-            put_stand_in(place / "venv")
         for name in ("first-run", "project"):
             (place / name).mkdir(mode=0o755)
         variables = {
@@ -161,12 +153,13 @@ def reader(
         }
         try:
             with typed_shell(place / "first-run", variables) as shell:
-                yield Reader(shell, place, another_user_or_none(), engines)
+                yield Reader(shell, place, another_user_or_none())
         finally:
             with contextlib.suppress(UsageError):
                 Sandbox.open(place / "first-run" / ".sandbox").down()
 
 
+@pytest.mark.nightly("minutes of typing; the README's commands are typed in every run")
 def test_the_page_says_what_happens(reader: Reader, pytestconfig: pytest.Config) -> None:
     page = PAGE.read_text()
     blocks = blocks_of(page)

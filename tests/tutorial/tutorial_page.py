@@ -9,7 +9,6 @@ apart by `;`:
     <!-- loose -->           no numbers are compared, nor where lines are broken
     <!-- exit 3 -->          its last command ends with this code
     <!-- until: REGEX -->    repeat it until its output matches, as a person looks again
-    <!-- engine -->          it is only compared where an engine trains, and no stand-in
 
 Belongs here: reading the page, comparing, writing outputs anew. Does not belong here: running.
 """
@@ -55,7 +54,6 @@ class Block:
     first_line: int
     live: bool = False
     loose: bool = False
-    engine: bool = False
     exit_code: int = 0
     until: str | None = None
     commands: list[Command] = field(default_factory=list)
@@ -82,7 +80,7 @@ def _opened(number: int, above: str) -> Block:
     words = [word.strip() for word in comment[1].split(";")] if comment else []
     block = Block(number)
     for word in words:
-        if word in ("live", "loose", "engine"):
+        if word in ("live", "loose"):
             setattr(block, word, True)
         elif word.startswith("exit "):
             block.exit_code = int(word.removeprefix("exit "))
