@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from hpctrain.base.errors import UsageError
 from hpctrain.base.units import short_bytes
 from hpctrain.job.plan import load, plan_option
+from hpctrain.plan.abilities.trainable import builds
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
@@ -278,11 +279,7 @@ def _default_engine(model: Model) -> str | None:
     None where the default engine trains the model.
     """
     sharded = model.pretrained or total_parameters(model.shape) > MOST_ON_ONE_GPU
-    able = [
-        one
-        for one in ENGINES.values()
-        if one.families is None or model.shape.family in one.families
-    ]
+    able = [one for one in ENGINES.values() if builds(one, model.shape)]
     if model.pretrained:
         able = [one for one in able if one.weights == "hugging_face" and one.shards]
     elif any(one.name == DEFAULT_ENGINE for one in able):

@@ -23,7 +23,6 @@ from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.engines.abilities import (
-    MEGATRON_CORE,
     Choices,
     EngineAbilities,
     Precision,
@@ -629,8 +628,7 @@ class RunSpec(Document):
         family = self.model.family
         if self.model.reads_images and self.budget.tokens is not None:
             raise ValueError(f"budget.tokens counts tokens of text: give `steps` for a {family}")
-        able = self.engine.abilities
-        if self.model.reads_images and able.model_classes == MEGATRON_CORE:
+        if self.model.reads_images and not self.engine.abilities.reads_images:
             engine = self.engine.name
             raise ValueError(f"engine {engine} trains no {family}: set `engine.name` to `ddp`")
         return self

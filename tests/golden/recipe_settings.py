@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ruamel.yaml import YAML
 
 from hpctrain.base.units import ByteSize
-from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.megatron import MegatronConfig, position_kind
 from hpctrain.engines.train_json import train_config
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.abilities.trainable import untrainable_fields
@@ -99,17 +99,18 @@ def ours(recipe: dict[str, Any], directory: Path) -> Settings:
     variables = load_catalogue([]).variables_for(
         knowledge.gpu, plan.engine, model_parallel=model_parallel
     )
-    rotary = config.position_embedding_type == "rope"
+    record = config.model
+    rotary = record.positions == "rope"
     return dict(
         transformer=_fields(model.transformer_settings(config)),
         ddp=_fields(model.ddp_settings(config)),
         optimizer=_fields(engine.optimizer_settings(config)),
         model=dict(
-            position_embedding_type=config.position_embedding_type,
-            rotary_base=config.rotary_base if rotary else None,
-            rotary_percent=1.0,  # GPTModel's default, which `build_chunks` leaves
-            rope_scaling=False,  # the same
-            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type=position_kind(record),
+            rotary_base=record.rope_base if rotary else None,
+            rotary_percent=record.rotates.partial,
+            rope_scaling=record.rotates.scaling is not None,
+            share_embeddings_and_output_weights=record.tied,
             layer_spec="parts",  # get_gpt_layer_with_transformer_engine_spec
         ),
         # of the GPU's generation and of the spec; a site's own are its own

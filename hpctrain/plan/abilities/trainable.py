@@ -14,6 +14,7 @@ from hpctrain.plan.documents import Plan
 from hpctrain.spec.data import DataFormat
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.registry import ENGINES, abilities_of, resolve
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 
 Problems = list[tuple[str, str]]
@@ -22,7 +23,8 @@ Problems = list[tuple[str, str]]
 class Rules(Protocol):
     """The module that an engine's abilities name as its `rules`.
 
-    It may also have `untrainable_axes(spec)`: axes by which this model is not split.
+    It may also have `untrainable_axes(spec)`: axes by which this model is not split, and
+    `missing_parts(model)`: fields of parts that it has not, each with the reason.
     """
 
     def untrainable(self, spec: RunSpec) -> Iterable[tuple[str, str]]:
@@ -66,6 +68,16 @@ def _joined(names: Sequence[str]) -> str:
     """Format as `gpt, llama and bert`."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def builds(abilities: EngineAbilities, model: ModelSpec) -> bool:
+    """Tell whether an engine has all parts of a model."""
+    if abilities.families is not None and model.family not in abilities.families:
+        return False
+    if model.reads_images and not abilities.reads_images:
+        return False
+    missing = getattr(_rules(abilities), "missing_parts", None)
+    return missing is None or not any(missing(model))
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:

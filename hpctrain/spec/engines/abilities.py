@@ -127,7 +127,7 @@ class EngineAbilities:
     # function without arguments -> `hpctrain.train.software.LibraryFindings`: imports the engine's
     # library and checks it, before any process group exists
     library_check: str | None = None
-    # has `untrainable(spec)` and perhaps `untrainable_axes(spec)` (`hpctrain.plan.abilities`)
+    # `hpctrain.plan.abilities.trainable.Rules`
     rules: str | None = None
     # program that builds the stages of a plan without GPUs, for `plan --verify`
     verifier: str | None = None
@@ -250,3 +250,8 @@ class EngineAbilities:
     def shards(self) -> bool:
         """Whether the optimizer state can be sharded over ranks."""
         return self.zero_stages != (0,)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether its library has models of images."""
+        return self.model_classes != MEGATRON_CORE
