@@ -3,8 +3,8 @@
     python -m bench.published_configs [--write]
 
 Each is read, counted, planned on `a100x64` and compared with what the engines train and `convert`
-converts. Nothing is trained here: `tests/engines/test_model_families.py` does that, with a tiny model of
-each family. Belongs here: the table. Does not belong here: the files (`tests/families/`).
+converts. Nothing is trained here: `tests/engines/test_model_families.py` does that, with a tiny
+model of each family. Belongs here: the table. Does not belong here: the files (`tests/families/`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from hpctrain.engines.conversion import unconvertible
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.abilities.trainable import untrainable_fields
 from hpctrain.plan.model.parameters import total_parameters
-from hpctrain.spec.families import family_of, read_config
+from hpctrain.spec.families import Reading, family_of, read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "families" / "published.jsonl"
 PAGE = ROOT / "docs" / "models.md"
+_TOKENS = 2048  # of a sample, where the model takes so many
 _ENGINES = ("megatron", "fsdp", "ddp", "deepspeed")
 _SPEC = """\
 name: published
-model: {{config: config.json{seq}}}
+model: {{config: config.json{beside}}}
 batch: {{global: 1024, micro: auto}}
 budget: {{steps: 1000}}
 optimizer: {{lr: 1.0e-4}}
@@ -75,7 +76,7 @@ def bring(name: str, published: int | None, config: dict[str, Any]) -> Row:
         (place / "config.json").write_text(json.dumps(config))
         for engine in _ENGINES:
             try:
-                found, text = _plan(place, engine, family.name in ("vit", "resnet"))
+                found, text = _plan(place, engine, _beside(reading, engine))
             except InvalidInputError as error:
                 remark = remark or error.problems[0].message
                 continue
@@ -88,16 +89,26 @@ def bring(name: str, published: int | None, config: dict[str, Any]) -> Row:
                 engines.append(engine)
     unknown = ", ".join(f"`{key}`" for key, _ in reading.unknown)
     remark = remark or (f"kept for the class: {unknown}" if unknown else "")
+    if reading.fields.get("mtp_layers"):
+        remark = "; ".join(filter(None, [remark, "all but megatron with `mtp_layers: 0`"]))
     converts = not unconvertible(config)
     return Row(name, family.name, parameters, published, tuple(engines), plan, converts, remark)
 
 
-def _plan(place: Path, engine: str, images: bool) -> tuple[Any, str]:
+def _beside(reading: Reading, engine: str) -> str:
+    """Fields beside the config: the length, and no prediction layers where the class has none."""
+    if reading.family.name in ("vit", "resnet"):
+        return ""
+    seq = min(_TOKENS, int(reading.fields.get("max_seq", _TOKENS)))
+    no_prediction = reading.fields.get("mtp_layers") and engine != "megatron"
+    return f", seq: {seq}" + ", mtp_layers: 0" * bool(no_prediction)
+
+
+def _plan(place: Path, engine: str, beside: str) -> tuple[Any, str]:
     """Load the spec and plan it on as many GPUs of a100x64 as it takes. Raises HpctrainError."""
     file = place / "spec.yaml"
     for gpus in (8, 64, 512):
-        seq = "" if images else ", seq: 2048"
-        file.write_text(_SPEC.format(engine=engine, gpus=gpus, seq=seq))
+        file.write_text(_SPEC.format(engine=engine, gpus=gpus, beside=beside))
         inputs = load(file, "a100x64")
         option = plan_option(inputs, "time", before_seconds=0)
         if option.plan is not None:
