@@ -37,6 +37,8 @@ _OF_A_RUN = frozenset(
     {"pretrained", "config", "family", "seq", "max_seq", "dropout", "classes", "mtp_layers"}
     | {"init_std", "vocab_multiple"}
 )
+# Losses beside the model, which a run chooses whatever its weights were trained with.
+_BESIDE = frozenset({"moe.balance", "moe.balance_loss", "moe.z_loss"})
 # Parts that a model has or has not.
 _PARTS = ("moe", "mla", "mamba", "linear")
 _MOST_NAMES = 8  # that one line has
@@ -170,8 +172,8 @@ def _paths(fields: Mapping[str, Any], above: str = "") -> Iterator[str]:
 def disagreements(model: ModelSpec, config: Config) -> list[str]:
     """Write one message per field in which spec and `config.json` differ; empty if none does.
 
-    Classes of a classifier may differ, because its last layer is initialized again. So may dropout,
-    which a run chooses. A sequence may be shorter than the learned positions.
+    Classes of a classifier may differ, because its last layer is initialized again. So may dropout
+    and the losses of a router, which a run chooses. A sequence may be shorter than the learned positions.
     """
     family = family_of(config)
     if family is None:
@@ -184,8 +186,11 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
         fields, theirs = _read(config, family, model)
     except ValidationError as error:
         return [*found, *unusable(error, reading)]
-    for path, ours, other in compare(model, theirs):
-        found.append(f"{path} is {ours} in the spec and {other} in config.json")
+    found += [
+        f"{path} is {ours} in the spec and {other} in config.json"
+        for path, ours, other in compare(model, theirs)
+        if path not in _BESIDE
+    ]
     limit = fields["max_seq"] if reading.fields.get("max_seq") is not None else None
     if isinstance(limit, int) and model.seq > limit and not model.reads_images:
         found.append(f"seq is {model.seq} in the spec, config.json has {limit} positions")

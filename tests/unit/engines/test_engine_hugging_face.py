@@ -137,6 +137,19 @@ def test_what_a_run_may_choose_differs_in_silence() -> None:
     assert disagreements(model.model_copy(update={"dropout": 0.1, "classes": 5}), config) == []
 
 
+def test_weights_may_be_trained_on_with_another_loss_of_the_router() -> None:
+    family = family_named("mixtral")
+    assert family is not None
+    config = json.loads(Path(__file__).parents[2].joinpath("families", "mixtral.json").read_text())
+    fields = {**read_config(config, family).fields, "seq": 16}
+    model = ModelSpec.model_validate(fields)
+    assert model.moe is not None
+    other = model.moe.model_copy(update={"balance_loss": 0.5, "z_loss": 0.001})
+    assert disagreements(model.model_copy(update={"moe": other}), config) == []
+    narrow = model.moe.model_copy(update={"top_k": 1})
+    assert len(disagreements(model.model_copy(update={"moe": narrow}), config)) == 1
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {}, "model_type is bert, of which no weights are known"),
     ("apertus", {}, "activation: it has no xielu"),
