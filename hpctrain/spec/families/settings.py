@@ -173,7 +173,8 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     """Write one message per field in which spec and `config.json` differ; empty if none does.
 
     Classes of a classifier may differ, because its last layer is initialized again. So may dropout
-    and the losses of a router, which a run chooses. A sequence may be shorter than the learned positions.
+    and the losses of a router, which a run chooses. A sequence may be shorter than the learned
+    positions.
     """
     family = family_of(config)
     if family is None:
