@@ -44,7 +44,9 @@ class Stated:
         text = printable_line(self.source)
         if self.is_ask:
             return f"{ASK} {text}"
-        return f"guess: {text}; check" if self.is_guess else f"from: {text}"
+        if self.is_guess:
+            return f"guess: {text}; check"
+        return f"from: {text}" if text else ""
 
 
 Tree = Stated | Mapping[str, "Tree"] | Sequence["Tree"]
@@ -124,7 +126,7 @@ def _item(value: Tree, indent: str) -> list[str]:
 
 def _line(text: str, comment: str, indent: str) -> list[str]:
     """Put the comment behind the value, or above it where the line would be too long."""
-    whole = f"{text}  # {comment}"
+    whole = f"{text}  # {comment}" if comment else text
     return [whole] if len(whole) <= _WIDTH else [*_comment(comment, indent), text]
 
 
