@@ -25,7 +25,7 @@ from hpctrain.spec.positions import shorten
 
 DIRECTORY = Path(__file__).resolve().parent
 # All files in one, each completed by those that it is like: read in a hundredth of the time.
-# `make golden` writes it (tests/golden/test_packaged_json.py).
+# `make golden` writes it (tests/golden/test_packaged_json.py), and `refused_types.yaml` into it.
 COMPILED = DIRECTORY / "families.json"
 
 Config = Mapping[str, Any]
@@ -133,20 +133,20 @@ class Family(Document):
 
 def family_names() -> list[str]:
     """List the families, sorted."""
-    return sorted(_tables())
+    return sorted(_tables()[0])
 
 
 @cache
 def family_named(name: str) -> Family | None:
     """Find a family by its name; None if there is none."""
-    values = _tables().get(name)
+    values = _tables()[0].get(name)
     return None if values is None else Family.model_validate(values)
 
 
 def family_of(config: Config) -> Family | None:
     """Find the family of a `config.json`; None for one that is not in the tables."""
     kind = config.get("model_type")
-    names = (name for name, values in _tables().items() if kind in values.get("model_types", ()))
+    names = (name for name, values in _tables()[0].items() if kind in values.get("model_types", ()))
     return family_named(next(names, ""))
 
 
@@ -155,23 +155,28 @@ def unknown_type(config: Config) -> tuple[str, str | None]:
     kind = config.get("model_type")
     if kind is None:
         return "this is no config.json: it has no `model_type`", None
-    types = [one for values in _tables().values() for one in values.get("model_types", ())]
+    families, refused = _tables()
+    shown = _shown(kind)
+    if isinstance(kind, str) and kind in refused:
+        return f"`model_type`: hpctrain has no models of type {shown}: {refused[kind]}", None
+    types = [one for values in families.values() for one in values.get("model_types", ())]
     hint = did_you_mean(kind, types) if isinstance(kind, str) else None
     known = "give the fields of `model` yourself: `hpctrain explain model`"
-    shown = _shown(kind)
     return f"`model_type`: hpctrain does not know models of type {shown}", hint or known
 
 
 @cache
 def block_classes() -> frozenset[str]:
     """Names of the classes of repeated blocks of all families."""
-    return frozenset(name for values in _tables().values() for name in values.get("blocks", ()))
+    return frozenset(name for values in _tables()[0].values() for name in values.get("blocks", ()))
 
 
 @cache
-def _tables() -> dict[str, dict[str, Any]]:
+def _tables() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Families by name, and why models of other types are none of them."""
     read: Callable[[str], bytes] = cast(Any, __spec__).loader.get_data  # PEP 302, also from a zip
-    return dict(json.loads(read(str(COMPILED))))
+    document = json.loads(read(str(COMPILED)))
+    return document["families"], document["refused"]
 
 
 # -- Read a `config.json` ------------------------------------------------------------------------
