@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trial_runs import EP2, GPT, TP2, MakeTrial, apart, assert_near, trained
+from trial_runs import EP2, GPT, TP2, MakeTrial, apart, assert_near, assert_resumes_exactly, trained
 from variants import varied
 
 from hpctrain.convert import megatron_checkpoint
@@ -55,7 +55,7 @@ def test_what_is_lacking_is_named(name: str) -> None:
     assert {field for field, _ in missing_parts(record_of(name))} == LACKING.get(name, set())
 
 
-@pytest.mark.parametrize("name", varied(BUILT, "cohere", "deepseek_v3", "gemma3", "gpt_oss"))
+@pytest.mark.parametrize("name", varied(BUILT, "cohere", "gemma3"))
 def test_the_model_has_the_parameters_of_the_record(name: str) -> None:
     apart(build_and_train_one, name)
 
@@ -113,7 +113,7 @@ def layouts_of(name: str) -> list[str]:
 CASES = {f"{name}, {layout}": (name, layout) for name in BUILT for layout in layouts_of(name)}
 
 
-@pytest.mark.parametrize("case", varied(CASES, "gemma2, tp2 sp", "deepseek_v3, tp2 sp"))
+@pytest.mark.parametrize("case", varied(CASES, "deepseek_v3, tp2 sp"))
 def test_a_layout_equals_one_process(case: str, trial: MakeTrial) -> None:
     name, layout = CASES[case]
     base = base_of(name)
@@ -121,3 +121,9 @@ def test_a_layout_equals_one_process(case: str, trial: MakeTrial) -> None:
     assert set(split.train()) == {0}
     # without norms before a layer gradients have norms of about ten
     assert_near(split, trained(base, micro_batch_size=2), 1, norm=1e-4)
+
+
+@pytest.mark.parametrize("name", varied(BUILT, "deepseek_v3"))
+def test_a_run_resumes_exactly(name: str, trial: MakeTrial) -> None:
+    base = base_of(name)
+    assert_resumes_exactly(trial(base), trained(base, micro_batch_size=2), 2)
