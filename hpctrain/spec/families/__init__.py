@@ -158,7 +158,8 @@ def unknown_type(config: Config) -> tuple[str, str | None]:
     families, refused = _tables()
     shown = _shown(kind)
     if isinstance(kind, str) and kind in refused:
-        return f"`model_type`: hpctrain has no models of type {shown}: {refused[kind]}", None
+        own = "a program of your own can train it under hpctrain: `hpctrain explain trainer`"
+        return f"`model_type`: hpctrain does not know models of type {shown}: {refused[kind]}", own
     types = [one for values in families.values() for one in values.get("model_types", ())]
     hint = did_you_mean(kind, types) if isinstance(kind, str) else None
     known = "give the fields of `model` yourself: `hpctrain explain model`"
