@@ -158,7 +158,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_attention_heads": 3}, "`num_attention_heads`: heads 3 is not divisible by kv"),
     ("llama", {"rope_scaling": 8, "rope_parameters": None}, "`rope_scaling` is 8"),
     ("llama", {"model_type": "lama"}, '`model_type`: hpctrain does not know models of type "lama"'),
-    ("llama", {"model_type": "t5"}, '`model_type`: hpctrain does not know models of type "t5": its'),
+    (
+        "llama",
+        {"model_type": "t5"},
+        '`model_type`: hpctrain does not know models of type "t5": its decoder attends to',
+    ),
     ("llama", {"model_type": None}, "this is no config.json: it has no `model_type`"),
     ("mixtral", {"num_experts_per_tok": 99}, "`num_experts_per_tok`: top_k 99 is above"),
     ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` is true"),
