@@ -363,7 +363,7 @@ def _latent_fields(model: ModelSpec, mla: MlaSpec) -> dict[str, Any]:
         fields |= dict(
             rope_type="yarn",
             rotary_scaling_factor=scaling.factor,
-            original_max_position_embeddings=scaling.original_seq,
+            original_max_position_embeddings=scaling.original_seq or model.max_seq or model.seq,
             beta_fast=scaling.beta_fast or 32,
             beta_slow=scaling.beta_slow or 1,
             mscale=scaling.mscale or 1.0,

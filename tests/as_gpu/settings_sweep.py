@@ -21,45 +21,44 @@ from typing import Any
 from unittest import mock
 
 import torch
+from pydantic import ValidationError
 from trial_runs import GPT, LLAMA
 
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.training import TrainConfig
+from hpctrain.plan.abilities.trainable_megatron import missing_parts
 from hpctrain.records.layout import RunLayout
+from hpctrain.spec.architecture import AttentionSpec, MlaSpec, MoeSpec, RopeSpec
+from hpctrain.spec.document import Document
+from hpctrain.spec.families import value_at
+from hpctrain.spec.model import ModelSpec
 
-EXPERTS: dict[str, Any] = dict(
-    num_moe_experts=4,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=48,
-    moe_shared_expert_intermediate_size=32,
-    moe_first_dense_layers=1,
-)
-LATENT: dict[str, Any] = dict(
-    multi_latent_attention=True,
-    q_lora_rank=24,
-    kv_lora_rank=32,
-    qk_head_dim=16,
-    qk_pos_emb_head_dim=8,
-    v_head_dim=16,
-)
+EXPERTS: dict[str, Any] = dict(experts=4, top_k=2, ffn=48, shared_ffn=32, dense_layers=1)
+LATENT: dict[str, Any] = dict(q_rank=24, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16)
 COMMON: dict[str, Any] = dict(
     engine="megatron", transformer_impl="transformer_engine", precision="bf16", ddp_bucket_size=None
 )
+
+
+def of_parts(plain: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """A tiny run with these parts of a model."""
+    document = MegatronConfig(**{**plain, **COMMON}).model_dump(mode="json")
+    document["model"] |= parts
+    return document
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {**GPT, **COMMON},
-    "llama": {**LLAMA, **COMMON},
-    "bert": {**GPT, **COMMON, "model_type": "bert"},
-    "experts": {**LLAMA, **COMMON, **EXPERTS},
-    "latent attention": {**LLAMA, **COMMON, **LATENT},
-    "prediction layer": {**LLAMA, **COMMON, "mtp_num_layers": 1},
-    "experts, latent attention, prediction layer": {
-        **LLAMA,
-        **COMMON,
-        **EXPERTS,
-        **LATENT,
-        "mtp_num_layers": 1,
-    },
+    "gpt": of_parts(GPT),
+    "llama": of_parts(LLAMA),
+    "bert": of_parts({**GPT, "model_type": "bert"}),
+    "experts": of_parts(LLAMA, moe=EXPERTS),
+    "latent attention": of_parts(LLAMA, mla=LATENT, kv_heads=None, head_dim=None),
+    "prediction layer": of_parts(LLAMA, mtp_layers=1),
+    "experts, latent attention, prediction layer": of_parts(
+        LLAMA, moe=EXPERTS, mla=LATENT, mtp_layers=1, kv_heads=None, head_dim=None
+    ),
 }
 # Numbers to try. None: sizes that the families set, and what no layer is built from.
 NUMBERS: dict[str, tuple[Any, ...] | None] = {
@@ -76,20 +75,28 @@ NUMBERS: dict[str, tuple[Any, ...] | None] = {
     ),
     "cpu_offloading_num_layers": (1,),
     "ddp_bucket_size": (20_000,),
-    "dropout": (0.1,),
-    **dict.fromkeys(("moe_router_topk", "moe_first_dense_layers"), (1,)),
-    **dict.fromkeys(
-        (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "pretrained"),
-            *("num_query_groups", "kv_channels", "padded_vocab_size", "layernorm_epsilon"),
-            *("rotary_base", "num_moe_experts", "moe_ffn_hidden_size", "q_lora_rank"),
-            *("moe_shared_expert_intermediate_size", "kv_lora_rank", "qk_head_dim"),
-            *("qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "pipeline_layer_split"),
-        )
-    ),
+    **dict.fromkeys(("model", "padded_vocab_size", "pipeline_layer_split")),
+}
+# Of the model its choices are tried, and these numbers.
+MODEL_NUMBERS: dict[str, tuple[Any, ...]] = {
+    "model.dropout": (0.1,),
+    "model.norm_epsilon": (1e-6,),
+    **dict.fromkeys(("model.residual_scale", "model.embedding_scale", "model.logit_scale"), (2.0,)),
+    "model.logit_soft_cap": (30.0,),
+    "model.attention.window": (8,),
+    "model.attention.soft_cap": (30.0,),
+    "model.attention.scale": (0.1,),
+    "model.rope.partial": (0.5,),
+    "model.rope.without": ([False, True],),
+    "model.rope.scaling": (dict(kind="linear", factor=2.0), dict(kind="yarn", factor=2.0)),
+    **dict.fromkeys(("model.moe.top_k", "model.moe.dense_layers"), (1,)),
+    "model.moe.every": (2,),
+    "model.moe.scale": (2.0,),
+    "model.moe.balance_loss": (0.0,),
+    "model.moe.z_loss": (0.001,),
 }
 # Not settings of a layer: another program, another kind of model, another order of ranks.
-_ELSEWHERE = {"engine", "model_type", "multi_latent_attention"}
+_ELSEWHERE = {"engine", "model.family"}
 # What a value needs beside it. A pair of field and value, or a field for all its values.
 BESIDE: dict[Any, dict[str, Any]] = {
     "tensor_model_parallel_size": dict(sequence_parallel=True),
@@ -111,7 +118,7 @@ BESIDE: dict[Any, dict[str, Any]] = {
     "defer_embedding_wgrad_compute": dict(
         pipeline_model_parallel_size=2,
         pipeline_layer_split=[[2], [2]],
-        share_embeddings_and_output_weights=False,
+        **{"model.tied": False},
     ),
     "moe_token_dispatcher_type": dict(expert_model_parallel_size=2, data_parallel_size=2),
     "moe_flex_dispatcher_backend": dict(
@@ -135,22 +142,54 @@ class Case:
     @property
     def config(self) -> MegatronConfig:
         """The document; raises ValidationError if the model of documents refuses it."""
-        config = parse_train_config(json.dumps({**FAMILIES[self.family], **self.changes}))
+        document = json.loads(json.dumps(FAMILIES[self.family]))
+        for path, value in self.changes.items():
+            *above, last = path.split(".")
+            place = document
+            for name in above:
+                place[name] = place.get(name) or {}
+                place = place[name]
+            place[last] = value
+        config = parse_train_config(json.dumps(document))
         assert isinstance(config, MegatronConfig)
         return config
 
 
-def swept_fields() -> list[str]:
-    """Return the settings of megatron-core, and two that all engines have."""
+def swept_fields(family: str = "gpt") -> list[str]:
+    """Return the settings of megatron-core, two that all engines have, and parts of the model."""
     own = [name for name in MegatronConfig.model_fields if name not in TrainConfig.model_fields]
-    return [name for name in (*own, "precision", "deterministic_mode") if name not in _ELSEWHERE]
+    fields = [*own, "precision", "deterministic_mode", *_model_fields(family)]
+    return [name for name in fields if name not in _ELSEWHERE]
+
+
+def _model_fields(family: str) -> Iterator[str]:
+    """Find the fields of the parts that a family has, or that every model may have."""
+    yield from (f"model.{name}" for name in ModelSpec.model_fields)
+    parts = {"attention": AttentionSpec, "rope": RopeSpec, "moe": MoeSpec, "mla": MlaSpec}
+    for name, part in parts.items():
+        if FAMILIES[family]["model"].get(name) or name in ("attention", "rope"):
+            yield from (f"model.{name}.{field}" for field in part.model_fields)
+
+
+def _annotation(field: str) -> Any:
+    document: Any = MegatronConfig
+    *above, last = field.split(".")
+    for name in above:
+        found = document.model_fields[name].annotation
+        kinds = [one for one in (found, *typing.get_args(found)) if isinstance(one, type)]
+        document = next(one for one in kinds if issubclass(one, Document))
+    return document.model_fields[last].annotation
 
 
 def values_of(field: str) -> tuple[Any, ...]:
     """Return the values to try; raises KeyError for a number that nobody has chosen values for."""
     if field in NUMBERS:
         return NUMBERS[field] or ()
-    found = list(_enumerated(MegatronConfig.model_fields[field].annotation))
+    if field in MODEL_NUMBERS:
+        return MODEL_NUMBERS[field]
+    found = list(_enumerated(_annotation(field)))
+    if field.startswith("model."):
+        return tuple(value for value in found if value is not None)
     if not found:
         raise KeyError(f"add values of {field} to NUMBERS")
     return tuple(found)
@@ -174,12 +213,12 @@ def _enumerated(annotation: Any) -> Iterator[Any]:
 
 def cases_of(family: str) -> list[Case]:
     """Return the family itself, and each value that differs from it."""
-    base = Case(family, "precision", "bf16").config
+    base = Case(family, "precision", "bf16").config.model_dump(mode="json")
     changed = [
         Case(family, field, value)
-        for field in swept_fields()
+        for field in swept_fields(family)
         for value in values_of(field)
-        if getattr(base, field) != value
+        if value_at(base, field) != value
     ]
     return [Case(family, "precision", "bf16"), *changed]
 
@@ -226,12 +265,13 @@ def build(config: MegatronConfig) -> str:
     """Build what a rank trains with; returns "built", or the words of hpctrain's refusal."""
     from fake_worlds import coordinate
 
-    from hpctrain.base.errors import InvalidInputError
     from hpctrain.train import software
     from hpctrain.train.engines.megatron.engine import build_optimizer
     from hpctrain.train.engines.megatron.model import build_model
     from hpctrain.train.engines.megatron.preflight import engine_problems
 
+    if missing := [*missing_parts(config.model)]:  # refused before the queue
+        return "; ".join(f"model.{field}: {why}" for field, why in missing)
     if problems := list(engine_problems(config, RunLayout(Path("/nowhere")))):
         return "; ".join(f"{problem.message} ({problem.hint})" for problem in problems)
     imported = {
@@ -260,7 +300,12 @@ def sweep(family: str) -> list[list[str]]:
     outcomes = []
     for case in cases_of(family):
         try:
-            outcome = build(case.config)
+            config = case.config
+        except ValidationError as error:  # refused as a spec
+            outcomes.append([case.field, json.dumps(case.value), f"{case.field} is no: {error}"])
+            continue
+        try:
+            outcome = build(config)
         except Exception as error:
             text = str(error).splitlines()
             outcome = f"{type(error).__name__}: {text[0] if text else ''}"

@@ -98,6 +98,28 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "latent attention has norms behind its down projections instead",
     ),
     (
+        lambda model: model.mla is not None and model.attends.gate,
+        "attention.gate",
+        "the output of latent attention has no gate",
+    ),
+    (
+        lambda model: (
+            model.mla is not None
+            and (
+                model.norm not in ("layernorm", "rmsnorm")
+                or model.norm_place == "after"
+                or model.parallel_residual
+            )
+        ),
+        "mla",
+        "latent attention has a norm with weights before it, and the MLP behind it",
+    ),
+    (
+        lambda model: model.mtp_layers and model.attends.qk_norm in ("width", "each_head"),
+        "mtp_layers",
+        "norms of queries and keys in a prediction layer are over a head, with shared weights",
+    ),
+    (
         lambda model: (
             model.mla is not None
             and model.rotates.scaling is not None

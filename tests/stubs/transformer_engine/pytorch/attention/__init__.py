@@ -63,8 +63,11 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_without_state_of_attention)
-        if window_size not in (None, (-1, 0), (-1, -1)) or softmax_type != "vanilla":
-            raise NotImplementedError("sliding windows and other softmaxes")
+        if softmax_type not in ("vanilla", "learnable"):
+            raise NotImplementedError(f"softmax_type {softmax_type}")
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size))
+        self.window = window_size[0] if window_size is not None else -1
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = softmax_scale or channels**-0.5
         self.attn_mask_type = attn_mask_type
@@ -102,10 +105,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         scores = query_layer.permute(1, 2, 0, 3).matmul(key).float() * self.softmax_scale
         if "causal" in kind:
             scores = scores.masked_fill(key_positions > positions[:, None], float("-inf"))
+        if self.window >= 0:
+            past = key_positions < positions[:, None] - self.window
+            scores = scores.masked_fill(past, float("-inf"))
         if "padding" in kind or kind == "arbitrary":
             assert attention_mask is not None, f"Please provide attention_mask for {kind}!"
             scores = scores.masked_fill(attention_mask, -10000.0)
-        weights = torch.softmax(scores, dim=-1)
+        offset = getattr(self, "softmax_offset", None)
+        if offset is not None:  # a logit more, whose weight goes nowhere
+            sink = offset.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
         forked: Any = nullcontext()
         if self.get_rng_state_tracker is not None and not self.sequence_parallel:
             forked = self.get_rng_state_tracker().fork()

@@ -20,10 +20,8 @@ class Norm(torch.nn.Module):
         device: Any,
     ) -> None:
         super().__init__()
-        if zero_centered_gamma:
-            raise NotImplementedError("zero_centered_gamma")
-        self.eps, self.shape = eps, (hidden_size,)
-        self.weight = self._vector(1.0, params_dtype, device, sequence_parallel)
+        self.eps, self.shape, self.added = eps, (hidden_size,), float(zero_centered_gamma)
+        self.weight = self._vector(1.0 - self.added, params_dtype, device, sequence_parallel)
 
     def _vector(
         self, value: float, dtype: torch.dtype | None, device: Any, flag: bool | None
@@ -59,4 +57,6 @@ class LayerNorm(Norm):
         self.bias = self._vector(0.0, params_dtype, device, sequence_parallel)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.layer_norm(inp, self.shape, self.weight, self.bias, self.eps)
+        return torch.nn.functional.layer_norm(
+            inp, self.shape, self.weight + self.added, self.bias, self.eps
+        )

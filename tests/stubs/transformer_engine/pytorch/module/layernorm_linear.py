@@ -29,8 +29,8 @@ class LayerNormLinear(Linear):
         device: Any = "cuda",
         **linear: Any,
     ) -> None:
-        if return_layernorm_output or zero_centered_gamma:
-            raise NotImplementedError("return_layernorm_output and zero_centered_gamma")
+        if return_layernorm_output:
+            raise NotImplementedError("return_layernorm_output")
         assert normalization in ("LayerNorm", "RMSNorm"), "Unsupported normalization type!"
         assert linear.get("parallel_mode") != "row", "a norm needs whole rows"
         super().__init__(
@@ -40,7 +40,12 @@ class LayerNormLinear(Linear):
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         made: dict[str, Any] = dict(dtype=params_dtype or torch.get_default_dtype(), device=device)
-        self.add_parameter("layer_norm_weight", (in_features,), init=_ones, **made)
+        self.add_parameter(
+            "layer_norm_weight",
+            (in_features,),
+            init=zeros if zero_centered_gamma else _ones,
+            **made,
+        )
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         self.layer_norm_bias = None
         if normalization == "LayerNorm":
@@ -51,11 +56,9 @@ class LayerNormLinear(Linear):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
     ) -> Any:
-        shape = (self.in_features,)
+        shape, weight = (self.in_features,), self.layer_norm_weight + self.zero_centered_gamma
         if self.normalization == "RMSNorm":
-            inp = torch.nn.functional.rms_norm(inp, shape, self.layer_norm_weight, self.eps)
+            inp = torch.nn.functional.rms_norm(inp, shape, weight, self.eps)
         else:
-            inp = torch.nn.functional.layer_norm(
-                inp, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps
-            )
+            inp = torch.nn.functional.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
         return super().forward(inp, is_first_microbatch)

@@ -26,4 +26,4 @@ class RMSNorm(Norm):
         )
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(inp, self.shape, self.weight, self.eps)
+        return torch.nn.functional.rms_norm(inp, self.shape, self.weight + self.added, self.eps)
