@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
 
 
 FAMILIES = {
-    file.stem: json.loads(file.read_text())
+    f"family {file.stem}": json.loads(file.read_text())
     for file in sorted((HERE.parent / "families").glob("*.json"))
     if file.stem not in ("vit", "resnet")
 }
@@ -127,7 +127,7 @@ def spec_of(name: str) -> RunSpec:
         before = document[section]
         document[section] = {**before, **values} if isinstance(before, dict) else values
     if name in FAMILIES:
-        family = family_named(name)
+        family = family_named(name.removeprefix("family "))
         assert family is not None
         document["model"] = {**read_config(FAMILIES[name], family).fields, "seq": 64}
     return RunSpec.model_validate(document)
