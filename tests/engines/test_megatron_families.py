@@ -31,6 +31,7 @@ LACKING = {
     "mamba2": {"pattern", "single_blocks"},
     "minimax": {"pattern"},
     "nemotron_h": {"pattern", "single_blocks"},
+    "openai_gpt": {"norm_place"},
     "phimoe": {"moe.score"},
     "qwen3_next": {"pattern"},
     "roberta": {"family"},

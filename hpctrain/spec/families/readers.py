@@ -46,6 +46,9 @@ def _rope(config: Config) -> Found:
         raise UnreadableError("rope_parameters")
     if isinstance(found.get("full_attention"), dict):
         window, found = found.get("sliding_attention") or {}, found["full_attention"]
+        same = ("rope_type", "default"), ("partial_rotary_factor", found.get("partial_rotary_factor"))
+        if window != found and any(window.get(name, value) != value for name, value in same):
+            raise UnreadableError("rope_parameters")
         yield "rope.window_base", window.get("rope_theta") if window != found else None
     elif config.get("rope_local_base_freq") is not None:
         yield "rope.window_base", config["rope_local_base_freq"]
@@ -267,6 +270,53 @@ def _falcon(config: Config) -> Found:
         yield "parallel_residual", "one_norm"
 
 
+def _multi_query(config: Config) -> Found:
+    """One key and one value for all heads (StarCoder)."""
+    if config.get("multi_query", True):
+        yield "kv_heads", 1
+
+
+def _write_multi_query(fields: Config) -> dict[str, Any]:
+    return {"multi_query": fields.get("kv_heads") == 1}
+
+
+def _full_first(config: Config) -> Found:
+    """Of four layers the first one sees everything (GraniteSWAConfig)."""
+    if not config.get("layer_types"):
+        yield "pattern", ("full", "window", "window", "window")
+
+
+def _layer_bases(config: Config) -> Found:
+    """A base of rotary angles for each layer, 0 for none (GraniteSWA): here one base for all."""
+    if bases := _listed(config, "layer_rope_theta"):
+        if len({*filter(None, bases)}) > 1:
+            raise UnreadableError("layer_rope_theta")
+        without = shortest([not base for base in bases])
+        yield "rope.without", without if any(without) else None
+        yield "rope_base", max(bases) or None
+
+
+def _write_layer_bases(fields: Config) -> dict[str, Any]:
+    without = (fields.get("rope") or {}).get("without") or (False,)
+    layers, base = range(fields.get("layers", 0)), fields.get("rope_base")
+    return {"layer_rope_theta": [0 if without[n % len(without)] else base for n in layers]}
+
+
+def _dense_first(config: Config) -> Found:
+    """What the MLP of each layer is: dense ones stand before those with experts (Mellum)."""
+    kinds = _listed(config, "mlp_layer_types")
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if {*kinds[:dense]} - {"dense"} or {*kinds[dense:]} - {"sparse"}:
+        raise UnreadableError("mlp_layer_types")
+    yield "moe.dense_layers", dense or None
+
+
+def _write_dense_first(fields: Config) -> dict[str, Any]:
+    dense = (fields.get("moe") or {}).get("dense_layers", 0)
+    kinds = ["dense"] * dense + ["sparse"] * (fields.get("layers", 0) - dense)
+    return {"mlp_layer_types": kinds}
+
+
 def _logits_scaling(config: Config) -> Found:
     """Logits are divided by it (Granite)."""
     scaling = config.get("logits_scaling")
@@ -460,6 +510,10 @@ READERS: Mapping[str, Reader] = {
         ),
         _falcon,
     ),
+    "multi_query": Reader(("multi_query",), _multi_query, _write_multi_query),
+    "full_first": Reader(("layer_types",), _full_first),
+    "layer_bases": Reader(("layer_rope_theta",), _layer_bases, _write_layer_bases),
+    "dense_first": Reader(("mlp_layer_types",), _dense_first, _write_dense_first),
     "logits_scaling": Reader(("logits_scaling",), _logits_scaling),
     "hybrid_pattern": Reader(
         ("layers_block_type", "hybrid_override_pattern"), _hybrid_pattern, _write_hybrid_pattern
