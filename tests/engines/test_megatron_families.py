@@ -29,6 +29,7 @@ LACKING = {
     "hunyuan_v1_dense": {"attention.qk_norm"},
     "llama4": {"attention.chunk", "attention.qk_norm", "moe.normalize"},
     "mamba2": {"pattern", "single_blocks"},
+    "minicpm3": {"rope.interleaved"},
     "minimax": {"pattern"},
     "nemotron_h": {"pattern", "single_blocks"},
     "openai_gpt": {"norm_place"},

@@ -46,9 +46,12 @@ def _rope(config: Config) -> Found:
         raise UnreadableError("rope_parameters")
     if isinstance(found.get("full_attention"), dict):
         window, found = found.get("sliding_attention") or {}, found["full_attention"]
-        same = ("rope_type", "default"), ("partial_rotary_factor", found.get("partial_rotary_factor"))
-        if window != found and any(window.get(name, value) != value for name, value in same):
-            raise UnreadableError("rope_parameters")
+        plain = {
+            "rope_type": "default",
+            "partial_rotary_factor": found.get("partial_rotary_factor"),
+        }
+        if window != found and any(window.get(name, plain[name]) != plain[name] for name in plain):
+            raise UnreadableError("rope_parameters")  # `window` layers are scaled in their own way
         yield "rope.window_base", window.get("rope_theta") if window != found else None
     elif config.get("rope_local_base_freq") is not None:
         yield "rope.window_base", config["rope_local_base_freq"]
@@ -302,6 +305,20 @@ def _write_layer_bases(fields: Config) -> dict[str, Any]:
     return {"layer_rope_theta": [0 if without[n % len(without)] else base for n in layers]}
 
 
+def _windowed(config: Config) -> Found:
+    """The class makes the mask of a window in any case, and cannot without its size."""
+    if config.get("sliding_window") is None:
+        raise UnreadableError("sliding_window")
+    yield from ()
+
+
+def _write_rope_by_layer(fields: Config) -> dict[str, Any]:
+    """Name both kinds of layers, also where they are alike (MellumConfig)."""
+    rope = _write_rope(fields)["rope_parameters"]
+    both = rope if "full_attention" in rope else {"full_attention": rope, "sliding_attention": rope}
+    return {"rope_parameters": both}
+
+
 def _dense_first(config: Config) -> Found:
     """What the MLP of each layer is: dense ones stand before those with experts (Mellum)."""
     kinds = _listed(config, "mlp_layer_types")
@@ -315,6 +332,26 @@ def _write_dense_first(fields: Config) -> dict[str, Any]:
     dense = (fields.get("moe") or {}).get("dense_layers", 0)
     kinds = ["dense"] * dense + ["sparse"] * (fields.get("layers", 0) - dense)
     return {"mlp_layer_types": kinds}
+
+
+def _minicpm3(config: Config) -> Found:
+    """Factors that follow from the depth and from the width of a smaller model (MiniCPM3Config)."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    value, depth, base = map(config.get, ("v_head_dim", "scale_depth", "dim_model_base"))
+    yield "mla.value_dim", hidden // heads if value is None else value
+    yield "residual_scale", None if depth is None else depth / config["num_hidden_layers"] ** 0.5
+    yield "logit_scale", None if base is None else base / hidden
+    if config.get("num_key_value_heads") not in (None, heads):
+        raise UnreadableError("num_key_value_heads")
+
+
+def _write_minicpm3(fields: Config) -> dict[str, Any]:
+    return {
+        "v_head_dim": fields["mla"]["value_dim"],
+        "scale_depth": fields.get("residual_scale", 1.0) * fields["layers"] ** 0.5,
+        "dim_model_base": round(fields.get("logit_scale", 1.0) * fields["hidden"]),
+        "num_key_value_heads": fields["heads"],
+    }
 
 
 def _logits_scaling(config: Config) -> Found:
@@ -481,15 +518,13 @@ def _write_resnet(fields: Config) -> dict[str, Any]:
     }
 
 
+_ROPE_NAMES = (
+    *("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"),
+    *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
+)
 READERS: Mapping[str, Reader] = {
-    "rope": Reader(
-        (
-            *("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"),
-            *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
-        ),
-        _rope,
-        _write_rope,
-    ),
+    "rope": Reader(_ROPE_NAMES, _rope, _write_rope),
+    "rope_by_layer": Reader(_ROPE_NAMES, _rope, _write_rope_by_layer),
     "pattern": Reader(("layer_types",), _pattern, _write_pattern),
     "window": Reader(
         ("sliding_window", "use_sliding_window", "max_window_layers"), _window, _write_window
@@ -513,7 +548,13 @@ READERS: Mapping[str, Reader] = {
     "multi_query": Reader(("multi_query",), _multi_query, _write_multi_query),
     "full_first": Reader(("layer_types",), _full_first),
     "layer_bases": Reader(("layer_rope_theta",), _layer_bases, _write_layer_bases),
+    "windowed": Reader(("sliding_window",), _windowed),
     "dense_first": Reader(("mlp_layer_types",), _dense_first, _write_dense_first),
+    "minicpm3": Reader(
+        ("scale_depth", "dim_model_base", "v_head_dim", "num_key_value_heads"),
+        _minicpm3,
+        _write_minicpm3,
+    ),
     "logits_scaling": Reader(("logits_scaling",), _logits_scaling),
     "hybrid_pattern": Reader(
         ("layers_block_type", "hybrid_override_pattern"), _hybrid_pattern, _write_hybrid_pattern
