@@ -113,12 +113,13 @@ def test_what_no_part_says_is_refused(name: str, changes: dict[str, Any], refuse
     assert [one for one, _ in read_config({**content, **changes}, family).refused] == [refused]
 
 
+ALL_FULL = {"layer_types": ["full_attention"] * 6}
 OTHER_CHOICES: list[tuple[str, dict[str, Any]]] = [
+    *((name, ALL_FULL) for name in ("gemma2", "gemma3", "gpt_oss", "olmo3", "vaultgemma")),
     ("gpt_bigcode", {"multi_query": False}),
-    ("mellum", {"mlp_layer_types": ["sparse"] * 6, "layer_types": ["full_attention"] * 6}),
+    ("mellum", {"mlp_layer_types": ["sparse"] * 6, **ALL_FULL}),
     ("minicpm3", {"scale_depth": None, "dim_model_base": None, "v_head_dim": None}),
     ("persimmon", {"qk_layernorm": False}),
-    ("vaultgemma", {"layer_types": ["full_attention"] * 6}),
 ]
 
 
@@ -136,6 +137,8 @@ def test_other_choices_are_what_the_class_computes(
     assert disagreements(config.model, content) == [] == list(differences(config.model))
     whole = json.loads(json.dumps(module.config.to_dict(), default=str))
     assert list(compare(config.model, model_of(whole, family))) == []
+    if changes == ALL_FULL:
+        assert {config.model.mixer(layer) for layer in range(6)} == {"full"}
 
 
 TEXTS = [file for file in FILES if file.stem not in ("vit", "resnet", *NO_MATRICES)]

@@ -145,6 +145,12 @@ def _pattern(config: Config) -> Found:
         yield "pattern", pattern if pattern != ("full",) else None
 
 
+def _all_full(config: Config) -> Found:
+    """No layer is of another kind, although some are in most models of the family (Gemma 2)."""
+    if {*_listed(config, "layer_types")} == {"full_attention"}:
+        yield "pattern", ("full",)
+
+
 def _write_pattern(fields: Config) -> dict[str, Any]:
     pattern, layers = fields.get("pattern"), fields.get("layers", 0)
     if not pattern:
@@ -526,6 +532,7 @@ READERS: Mapping[str, Reader] = {
     "rope": Reader(_ROPE_NAMES, _rope, _write_rope),
     "rope_by_layer": Reader(_ROPE_NAMES, _rope, _write_rope_by_layer),
     "pattern": Reader(("layer_types",), _pattern, _write_pattern),
+    "all_full": Reader(("layer_types",), _all_full),
     "window": Reader(
         ("sliding_window", "use_sliding_window", "max_window_layers"), _window, _write_window
     ),
