@@ -85,6 +85,62 @@ def test_a_config_becomes_the_model_that_its_class_computes(file: Path) -> None:
     assert [one for one, p in module.named_parameters() if p.grad is None] == []
 
 
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("cohere2", {"sliding_window": None}, "sliding_window"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+    ("granite_swa", {"layer_rope_theta": [1e4, 1e5, 1e4, 1e4, 1e4, 1e4]}, "layer_rope_theta"),
+    ("mellum", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
+    (
+        "mellum",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e4},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0},
+            }
+        },
+        "rope_parameters",
+    ),
+    ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "refused"), REFUSED)
+def test_what_no_part_says_is_refused(name: str, changes: dict[str, Any], refused: str) -> None:
+    family, content = family_named(name), json.loads((FILES[0].parent / f"{name}.json").read_text())
+    assert family is not None
+    assert read_config(content, family).refused == []
+    assert [one for one, _ in read_config({**content, **changes}, family).refused] == [refused]
+
+
+ALL_FULL = {"layer_types": ["full_attention"] * 6}
+OTHER_CHOICES: list[tuple[str, dict[str, Any]]] = [
+    *((name, ALL_FULL) for name in ("gemma2", "gemma3", "gpt_oss", "olmo3", "vaultgemma")),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("mellum", {"mlp_layer_types": ["sparse"] * 6, **ALL_FULL}),
+    ("minicpm3", {"scale_depth": None, "dim_model_base": None, "v_head_dim": None}),
+    ("persimmon", {"qk_layernorm": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), OTHER_CHOICES)
+def test_other_choices_are_what_the_class_computes(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    content = json.loads((FILES[0].parent / f"{name}.json").read_text()) | changes
+    family, file = family_named(name), tmp_path / f"{name}.json"
+    assert family is not None
+    file.write_text(json.dumps(content))
+    config = config_of(file)
+    module = build_module(config, device=torch.device("cpu"))
+    assert sum(one.numel() for one in module.parameters()) == total_parameters(config.model)
+    assert disagreements(config.model, content) == [] == list(differences(config.model))
+    whole = json.loads(json.dumps(module.config.to_dict(), default=str))
+    assert list(compare(config.model, model_of(whole, family))) == []
+    if changes == ALL_FULL:
+        assert {config.model.mixer(layer) for layer in range(6)} == {"full"}
+
+
 TEXTS = [file for file in FILES if file.stem not in ("vit", "resnet", *NO_MATRICES)]
 # Its class multiplies the tokens of all experts, and takes those that were not chosen as zeros.
 COUNTED = [file for file in TEXTS if file.stem != "llama4"]

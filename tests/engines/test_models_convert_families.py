@@ -54,8 +54,25 @@ CONFIGS |= {
         "num_kv_heads": 2,
         "num_ln_in_parallel_attn": 2,
     },
+    "gpt_bigcode, keys of each head": {**CONFIGS["gpt_bigcode"], "multi_query": False},
     "gpt_neox, one after the other": {**CONFIGS["gpt_neox"], "use_parallel_residual": False},
     "deepseek_v3, whole queries": {**CONFIGS["deepseek_v3"], "q_lora_rank": None},
+    "mellum, as published": {
+        **CONFIGS["mellum"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.2772588722239782,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    },
+    "mpt, six heads": {**CONFIGS["mpt"], "d_model": 96, "n_heads": 6},
     "llama, tied, with biases": {
         **CONFIGS["llama"],
         "tie_word_embeddings": True,

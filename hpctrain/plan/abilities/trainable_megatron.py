@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hpctrain.spec.families import family_named, read_config
 from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.positions import shorten
 from hpctrain.spec.run import RunSpec
 
 
@@ -91,6 +92,11 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         lambda model: model.mla is not None and model.attends.scale is not None,
         "attention.scale",
         "the scale of latent attention follows from its sizes",
+    ),
+    (
+        lambda model: model.family == "minicpm3" and not model.rotates.interleaved,
+        "rope.interleaved",
+        "the rotary pairs of its latent attention are neighbours",
     ),
     (
         lambda model: model.mla is not None and model.attends.qk_norm is not None,
@@ -277,7 +283,8 @@ def _unknown_names(model: ModelSpec) -> Iterator[tuple[str, str]]:
     if model.config is None or family is None:
         return
     for name, value in read_config(model.config, family).unknown:
-        message = f"{name} is {value}, which megatron-core is not told: remove it, or train by fsdp"
+        named = f"{shorten(name)} is {shorten(str(value))}"
+        message = f"{named}, which megatron-core is not told: remove it, or train by fsdp"
         yield "model.config", message
 
 

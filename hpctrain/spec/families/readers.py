@@ -46,6 +46,12 @@ def _rope(config: Config) -> Found:
         raise UnreadableError("rope_parameters")
     if isinstance(found.get("full_attention"), dict):
         window, found = found.get("sliding_attention") or {}, found["full_attention"]
+        plain = {
+            "rope_type": "default",
+            "partial_rotary_factor": found.get("partial_rotary_factor"),
+        }
+        if window != found and any(window.get(name, plain[name]) != plain[name] for name in plain):
+            raise UnreadableError("rope_parameters")  # `window` layers are scaled in their own way
         yield "rope.window_base", window.get("rope_theta") if window != found else None
     elif config.get("rope_local_base_freq") is not None:
         yield "rope.window_base", config["rope_local_base_freq"]
@@ -137,6 +143,12 @@ def _pattern(config: Config) -> Found:
         mixers = [_MIXERS.get(str(kind), str(kind)) for kind in kinds]
         pattern = shortest(mixers)
         yield "pattern", pattern if pattern != ("full",) else None
+
+
+def _all_full(config: Config) -> Found:
+    """No layer is of another kind, although some are in most models of the family (Gemma 2)."""
+    if {*_listed(config, "layer_types")} == {"full_attention"}:
+        yield "pattern", ("full",)
 
 
 def _write_pattern(fields: Config) -> dict[str, Any]:
@@ -265,6 +277,87 @@ def _falcon(config: Config) -> Found:
         yield "kv_heads", 1
     if config.get("parallel_attn", True):
         yield "parallel_residual", "one_norm"
+
+
+def _multi_query(config: Config) -> Found:
+    """One key and one value for all heads (StarCoder)."""
+    if config.get("multi_query", True):
+        yield "kv_heads", 1
+
+
+def _write_multi_query(fields: Config) -> dict[str, Any]:
+    return {"multi_query": fields.get("kv_heads") == 1}
+
+
+def _full_first(config: Config) -> Found:
+    """Of four layers the first one sees everything (GraniteSWAConfig)."""
+    if not config.get("layer_types"):
+        yield "pattern", ("full", "window", "window", "window")
+
+
+def _layer_bases(config: Config) -> Found:
+    """A base of rotary angles for each layer, 0 for none (GraniteSWA): here one base for all."""
+    if bases := _listed(config, "layer_rope_theta"):
+        if len({*filter(None, bases)}) > 1:
+            raise UnreadableError("layer_rope_theta")
+        without = shortest([not base for base in bases])
+        yield "rope.without", without if any(without) else None
+        yield "rope_base", max(bases) or None
+
+
+def _write_layer_bases(fields: Config) -> dict[str, Any]:
+    without = (fields.get("rope") or {}).get("without") or (False,)
+    layers, base = range(fields.get("layers", 0)), fields.get("rope_base")
+    return {"layer_rope_theta": [0 if without[n % len(without)] else base for n in layers]}
+
+
+def _windowed(config: Config) -> Found:
+    """The class makes the mask of a window in any case, and cannot without its size."""
+    if config.get("sliding_window") is None:
+        raise UnreadableError("sliding_window")
+    yield from ()
+
+
+def _write_rope_by_layer(fields: Config) -> dict[str, Any]:
+    """Name both kinds of layers, also where they are alike (MellumConfig)."""
+    rope = _write_rope(fields)["rope_parameters"]
+    both = rope if "full_attention" in rope else {"full_attention": rope, "sliding_attention": rope}
+    return {"rope_parameters": both}
+
+
+def _dense_first(config: Config) -> Found:
+    """What the MLP of each layer is: dense ones stand before those with experts (Mellum)."""
+    kinds = _listed(config, "mlp_layer_types")
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if {*kinds[:dense]} - {"dense"} or {*kinds[dense:]} - {"sparse"}:
+        raise UnreadableError("mlp_layer_types")
+    yield "moe.dense_layers", dense or None
+
+
+def _write_dense_first(fields: Config) -> dict[str, Any]:
+    dense = (fields.get("moe") or {}).get("dense_layers", 0)
+    kinds = ["dense"] * dense + ["sparse"] * (fields.get("layers", 0) - dense)
+    return {"mlp_layer_types": kinds}
+
+
+def _minicpm3(config: Config) -> Found:
+    """Factors that follow from the depth and from the width of a smaller model (MiniCPM3Config)."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    value, depth, base = map(config.get, ("v_head_dim", "scale_depth", "dim_model_base"))
+    yield "mla.value_dim", hidden // heads if value is None else value
+    yield "residual_scale", None if depth is None else depth / config["num_hidden_layers"] ** 0.5
+    yield "logit_scale", None if base is None else base / hidden
+    if config.get("num_key_value_heads") not in (None, heads):
+        raise UnreadableError("num_key_value_heads")
+
+
+def _write_minicpm3(fields: Config) -> dict[str, Any]:
+    return {
+        "v_head_dim": fields["mla"]["value_dim"],
+        "scale_depth": fields.get("residual_scale", 1.0) * fields["layers"] ** 0.5,
+        "dim_model_base": round(fields.get("logit_scale", 1.0) * fields["hidden"]),
+        "num_key_value_heads": fields["heads"],
+    }
 
 
 def _logits_scaling(config: Config) -> Found:
@@ -431,16 +524,15 @@ def _write_resnet(fields: Config) -> dict[str, Any]:
     }
 
 
+_ROPE_NAMES = (
+    *("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"),
+    *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
+)
 READERS: Mapping[str, Reader] = {
-    "rope": Reader(
-        (
-            *("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"),
-            *("partial_rotary_factor", "original_max_position_embeddings", "rope_interleave"),
-        ),
-        _rope,
-        _write_rope,
-    ),
+    "rope": Reader(_ROPE_NAMES, _rope, _write_rope),
+    "rope_by_layer": Reader(_ROPE_NAMES, _rope, _write_rope_by_layer),
     "pattern": Reader(("layer_types",), _pattern, _write_pattern),
+    "all_full": Reader(("layer_types",), _all_full),
     "window": Reader(
         ("sliding_window", "use_sliding_window", "max_window_layers"), _window, _write_window
     ),
@@ -459,6 +551,16 @@ READERS: Mapping[str, Reader] = {
             *("num_ln_in_parallel_attn", "alibi"),
         ),
         _falcon,
+    ),
+    "multi_query": Reader(("multi_query",), _multi_query, _write_multi_query),
+    "full_first": Reader(("layer_types",), _full_first),
+    "layer_bases": Reader(("layer_rope_theta",), _layer_bases, _write_layer_bases),
+    "windowed": Reader(("sliding_window",), _windowed),
+    "dense_first": Reader(("mlp_layer_types",), _dense_first, _write_dense_first),
+    "minicpm3": Reader(
+        ("scale_depth", "dim_model_base", "v_head_dim", "num_key_value_heads"),
+        _minicpm3,
+        _write_minicpm3,
     ),
     "logits_scaling": Reader(("logits_scaling",), _logits_scaling),
     "hybrid_pattern": Reader(

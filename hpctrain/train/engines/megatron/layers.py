@@ -425,8 +425,10 @@ def _arrange_embedding(embedding: Any, settings: Any) -> None:
         embedding.norm = WrappedTorchNorm(config=settings, **sizes)
         embedding.register_forward_hook(lambda module, given, x: module.norm(x))
     if scale != 1:
-        # rounded as transformers rounds it, to the type of the weights (GemmaModel.forward)
-        embedding.register_forward_hook(
+        # rounded as transformers rounds it, to the type of the weights (GemmaModel.forward), and
+        # learned positions are added after it (BioGptModel.forward)
+        scaled = embedding.word_embeddings if record.positions == "learned" else embedding
+        scaled.register_forward_hook(
             lambda module, given, x: x * torch.tensor(scale, dtype=x.dtype, device=x.device)
         )
     if offset and hasattr(embedding, "position_embeddings"):
