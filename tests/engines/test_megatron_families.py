@@ -32,6 +32,8 @@ LACKING = {
     "minimax": {"pattern"},
     "nemotron_h": {"pattern", "single_blocks"},
     "phimoe": {"moe.score"},
+    "qwen3_5": {"pattern"},
+    "qwen3_5_moe": {"pattern"},
     "qwen3_next": {"pattern"},
     "roberta": {"family"},
 }

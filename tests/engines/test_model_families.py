@@ -25,7 +25,7 @@ from tests.engines.test_models_build import batch_of
 META = torch.device("meta")
 FILES = sorted((Path(__file__).parents[1] / "families").glob("*.json"))
 # Of what multiplies tokens, other sums than of matrices: scans and convolutions.
-NO_MATRICES = ("mamba2", "nemotron_h", "qwen3_next", "minimax")
+NO_MATRICES = ("mamba2", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax")
 
 
 def config_of(file: Path, **changes: Any) -> Any:

@@ -212,6 +212,19 @@ def _query_scalar(config: Config) -> Found:
         yield "attention.scale", scalar**-0.5
 
 
+def _head_scale(config: Config) -> Found:
+    """A factor of the logits that is not that of the head's size (HyperCLOVA X)."""
+    scale, size = config.get("attention_multiplier"), config.get("head_dim")
+    if scale is None:
+        return
+    plain = (size or config["hidden_size"] // config["num_attention_heads"]) ** -0.5
+    yield "attention.scale", scale if abs(scale - plain) > 1e-9 * plain else None
+
+
+def _write_head_scale(fields: Config) -> dict[str, Any]:
+    return {"attention_multiplier": (fields.get("attention") or {}).get("scale")}
+
+
 def _groups(config: Config) -> Found:
     """Groups of experts; one group is none."""
     groups, top = config.get("n_group"), config.get("topk_group")
@@ -393,6 +406,25 @@ def _no_rope_full(config: Config) -> Found:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
+def _flint(config: Config) -> Found:
+    """First layers without experts, and which layers see everything, without positions: the first
+    two, every fourth, and the last (FlintConfig)."""
+    dense, layers = config.get("mlp_only_layers"), _counted(config, "num_hidden_layers")
+    if dense is None or [*dense] != [*range(len(dense))]:
+        raise UnreadableError("mlp_only_layers")
+    yield "moe.dense_layers", len(dense)
+    full = [n < 2 or n % 4 == 1 or n == layers - 1 for n in range(layers)]
+    if kinds := _listed(config, "layer_types"):
+        full = [kind == "full_attention" for kind in kinds]
+    yield "pattern", shortest(["full" if one else "window" for one in full])
+    yield "rope.without", shortest(full)
+
+
+def _write_flint(fields: Config) -> dict[str, Any]:
+    dense = (fields.get("moe") or {}).get("dense_layers", 0)
+    return {"mlp_only_layers": [*range(dense)], **_write_pattern(fields)}
+
+
 # He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
 _BLOCKS = {
     ("basic", (2, 2, 2, 2)): 18,
@@ -449,6 +481,7 @@ READERS: Mapping[str, Reader] = {
     "biases": Reader(("attention_bias", "mlp_bias"), _biases, _write_biases),
     "embedding_root": Reader(("hidden_size",), _embedding_root),
     "query_scalar": Reader(("query_pre_attn_scalar",), _query_scalar, _write_query_scalar),
+    "head_scale": Reader(("attention_multiplier",), _head_scale, _write_head_scale),
     "groups": Reader(("n_group", "topk_group"), _groups, _write_groups),
     "neox_rope": Reader(("rotary_pct", "rotary_emb_base"), _neox_rope),
     "rotary_dim": Reader(("rotary_dim",), _rotary_dim),
@@ -480,5 +513,6 @@ READERS: Mapping[str, Reader] = {
     "labels": Reader(("id2label", "num_labels"), _labels, _write_labels),
     "no_rope": Reader(("no_rope_layers", "no_rope_layer_interval"), _no_rope, _write_no_rope),
     "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
+    "flint": Reader(("mlp_only_layers", "layer_types"), _flint, _write_flint),
     "resnet": Reader(("depths", "hidden_sizes", "layer_type"), _resnet, _write_resnet),
 }
