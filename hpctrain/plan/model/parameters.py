@@ -223,14 +223,13 @@ def attention_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def _qk_norm_parameters(model: ModelSpec, tp: int) -> int:
-    """Count the norms of queries and keys of one layer; weights of each head are split."""
-    heads = {
-        "head": 2,
-        "head_turned": 2,
-        "each_head": (model.heads + model.key_value_heads) // tp,
-        "width": (model.heads + model.key_value_heads) // tp,
-    }.get(model.attends.qk_norm or "", 0)
-    return heads * norm_parameters(model, model.head_size)
+    """Count the norms of queries and keys of one layer; weights of each head are split, and have
+    no bias beside them."""
+    heads = (model.heads + model.key_value_heads) // tp
+    if model.attends.qk_norm in ("each_head", "width"):
+        return heads * model.head_size
+    both = 2 if model.attends.qk_norm in ("head", "head_turned") else 0
+    return both * norm_parameters(model, model.head_size)
 
 
 def mixer_parameters(model: ModelSpec, tp: int, layer: int) -> int:
