@@ -406,6 +406,32 @@ def _no_rope_full(config: Config) -> Found:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
+def _rope_by_kind(config: Config) -> Found:
+    """Rotary positions of each kind of layer, of which one may have none (Cohere Compass)."""
+    kinds = _listed(config, "layer_types") or ["full_attention"]
+    tables = config.get("rope_parameters") or {}
+    turned = [tables[kind] for kind in sorted({*kinds}) if tables[kind]]
+    if any(one != turned[0] or "partial_rotary_factor" in one for one in turned):
+        raise UnreadableError("rope_parameters")
+    if turned:
+        yield from _rope({"rope_parameters": turned[0]})
+    without = shortest([not tables[kind] for kind in kinds])
+    yield "rope.without", without if any(without) else None
+    yield "pattern", shortest([_MIXERS.get(str(kind), str(kind)) for kind in kinds])
+    yield "attention.window", config.get("sliding_window") if "sliding_attention" in kinds else None
+
+
+def _write_rope_by_kind(fields: Config) -> dict[str, Any]:
+    kinds = _write_pattern({"pattern": ("full",), **fields})["layer_types"]
+    without = (fields.get("rope") or {}).get("without") or (False,)
+    table = _write_rope(fields)["rope_parameters"]
+    tables = {kind: None if without[n % len(without)] else table for n, kind in enumerate(kinds)}
+    window = (fields.get("attention") or {}).get("window")
+    return {"layer_types": kinds, "rope_parameters": tables} | (
+        {} if window is None else {"sliding_window": window}
+    )
+
+
 def _flint(config: Config) -> Found:
     """First layers without experts, and which layers see everything, without positions: the first
     two, every fourth, and the last (FlintConfig)."""
@@ -513,6 +539,9 @@ READERS: Mapping[str, Reader] = {
     "labels": Reader(("id2label", "num_labels"), _labels, _write_labels),
     "no_rope": Reader(("no_rope_layers", "no_rope_layer_interval"), _no_rope, _write_no_rope),
     "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
+    "rope_by_kind": Reader(
+        ("rope_parameters", "layer_types", "sliding_window"), _rope_by_kind, _write_rope_by_kind
+    ),
     "flint": Reader(("mlp_only_layers", "layer_types"), _flint, _write_flint),
     "resnet": Reader(("depths", "hidden_sizes", "layer_type"), _resnet, _write_resnet),
 }
