@@ -16,6 +16,7 @@ from hpctrain.plan.abilities.trainable_megatron import missing_parts
 from hpctrain.spec.families import Config, family_of, read_config
 from hpctrain.spec.families.settings import family_by, unusable
 from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.positions import shorten
 
 
 def unconvertible(config: Config) -> list[str]:
@@ -25,7 +26,10 @@ def unconvertible(config: Config) -> list[str]:
         return [f"model_type is {config.get('model_type')}, of which no weights are known"]
     reading = read_config(config, family)
     found = [f"{name} {why}" for name, why in reading.refused]
-    found += [f"{name} is {value}, which nobody here knows" for name, value in reading.unknown]
+    found += [
+        f"{shorten(name)} is {shorten(str(value))}, which nobody here knows"
+        for name, value in reading.unknown
+    ]
     try:
         model = shape_described(config)
     except ValidationError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hpctrain.spec.families import family_named, read_config
 from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.positions import shorten
 from hpctrain.spec.run import RunSpec
 
 
@@ -255,7 +256,8 @@ def _unknown_names(model: ModelSpec) -> Iterator[tuple[str, str]]:
     if model.config is None or family is None:
         return
     for name, value in read_config(model.config, family).unknown:
-        message = f"{name} is {value}, which megatron-core is not told: remove it, or train by fsdp"
+        given = f"{shorten(name)} is {shorten(str(value))}"
+        message = f"{given}, which megatron-core is not told: remove it, or train by fsdp"
         yield "model.config", message
 
 
