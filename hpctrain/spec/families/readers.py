@@ -131,12 +131,10 @@ def _listed(config: Config, name: str) -> list[Any]:
 
 
 def _pattern(config: Config) -> Found:
-    """The kinds of layers; where they are alike there is nothing to say."""
+    """The kinds of layers, also where all see everything: a family may have another pattern."""
     kinds = _listed(config, "layer_types") or _listed(config, "layers_block_type")
     if kinds:
-        mixers = [_MIXERS.get(str(kind), str(kind)) for kind in kinds]
-        pattern = shortest(mixers)
-        yield "pattern", pattern if pattern != ("full",) else None
+        yield "pattern", shortest([_MIXERS.get(str(kind), str(kind)) for kind in kinds])
 
 
 def _write_pattern(fields: Config) -> dict[str, Any]:

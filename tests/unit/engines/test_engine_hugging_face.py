@@ -132,6 +132,15 @@ def test_a_field_that_differs_is_named(family: str, changes: dict[str, Any], wor
     assert any(line.startswith(words) for line in found), found
 
 
+def test_layers_that_are_all_alike_are_no_pattern_of_the_family() -> None:
+    """Gemma 3 has windows, unless its file says that no layer has one."""
+    kinds = ["full_attention"] * 6
+    model = shape_described({"model_type": "gemma3_text", "num_hidden_layers": 6})
+    assert model.mixer(0) == "window"
+    alike = dict(model_type="gemma3_text", num_hidden_layers=6, layer_types=kinds)
+    assert {shape_described(alike).mixer(layer) for layer in range(6)} == {"full"}
+
+
 def test_what_a_run_may_choose_differs_in_silence() -> None:
     model, config = config_json("bert", max_position_embeddings=512)
     assert disagreements(model.model_copy(update={"dropout": 0.1, "classes": 5}), config) == []
