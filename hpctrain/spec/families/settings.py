@@ -42,7 +42,8 @@ _BESIDE = frozenset({"moe.balance", "moe.balance_loss", "moe.z_loss"})
 # Parts that a model has or has not.
 _PARTS = ("moe", "mla", "mamba", "linear")
 _MOST_NAMES = 8  # that one line has
-# The data already contains begin, end and padding tokens. A class that wants a number (CWM) gets its own.
+# The data already contains begin, end and padding tokens. A class that wants a number has its own
+# in `absent` (CWM).
 _NO_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
