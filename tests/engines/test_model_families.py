@@ -109,7 +109,11 @@ def test_operations_are_those_that_torch_counts(file: Path) -> None:
     ), counted
 
 
-@pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.stem)
+# Mamba 2 has none; experts of the others are no linear layers.
+ADAPTED = [file for file in FILES if file.stem not in ("vit", "resnet", "mamba2")]
+
+
+@pytest.mark.parametrize("file", ADAPTED, ids=lambda file: file.stem)
 def test_adapters_are_counted(file: Path) -> None:
     config = config_of(file)
     module = add_adapters(config, LoraSpec(rank=3), build_module(config, device=META))

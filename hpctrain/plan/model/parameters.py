@@ -538,7 +538,10 @@ def count_model(spec: RunSpec) -> ModelCounts:
 def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
     """List the linear layers of one block by transformers' names; a ResNet has none."""
     family = family_named(model.family)
-    h, f, size = model.hidden, model.ffn_size, model.head_size
+    h, size = model.hidden, model.head_size
+    # routed experts are no linear layers, shared ones are
+    shared = model.moe.shared_ffn if model.moe is not None and model.has_experts(layer) else 0
+    f = model.ffn_size if model.has_mlp(layer) else shared
     queries, keys = model.heads * size, model.key_value_heads * size
     sizes = {
         "query": (h, queries * (2 if model.attends.gate else 1)),
@@ -564,6 +567,7 @@ def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
         absent = ("query",) if mla.q_rank else ("query_down", "query_up")
         sizes = {role: both for role, both in sizes.items() if role not in absent}
     of_mlp = ("gate", "up", "gate_up", "down")
+    attends = model.mixer(layer) in ("full", "window", "chunk")  # others have other linear layers
     for name, role in family.linears if family is not None else ():
-        if role in sizes and (role not in of_mlp or model.has_mlp(layer)):
+        if role in sizes and (f if role in of_mlp else attends):
             yield (name, *sizes[role])
