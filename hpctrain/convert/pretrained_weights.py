@@ -190,6 +190,7 @@ _OF_LAYER = {
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
 # Copies of the embedding and the output layer, which published files have for each of them.
 _COPIES = {"prediction_embedding": "embedding", "prediction_head": "head"}
+_OF_HEAD = "{head}"  # in the name of a tensor that each head has
 _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)")
 
 
@@ -262,14 +263,16 @@ def _rule(model: ModelSpec, name: str) -> WeightRule:
         message = f"no tensor of {family.class_name} is known for megatron-core's {name}"
         raise InvalidInputError([Problem(message)])
     beside = model.parallel_residual == "two_norms"
+    norms = model.key_value_heads if part == "key_norm" else model.heads
     pieces = tuple(
         NamedTensor(
             prefix
-            + ((beside and row.beside) or row.name).format(expert=expert)
+            + ((beside and row.beside) or row.name).format(expert=expert, head=head)
             + row.ends[is_bias],
             expert if row.of_experts else None,
         )
         for row in rows
+        for head in range(norms if _OF_HEAD in row.name else 1)
     )
     join, split = _form(model, str(part), rows)
     turned = rows[0].transposed and not is_bias
@@ -310,6 +313,8 @@ def _form(model: ModelSpec, part: str, rows: list[WeightRow]) -> _Form:
             lambda tensors: groups.join(groups.parts(tensors[0])),
             lambda tensor: [torch.cat(groups.split(tensor))],
         )
+    if _OF_HEAD in row.name:
+        return torch.cat, lambda tensor: list(tensor.split(model.head_size))
     if part in ("query_norm", "key_norm") and model.attends.qk_norm == "each_head":
         return (
             lambda tensors: tensors[0].flatten(),

@@ -34,6 +34,8 @@ LACKING = {
     "nemotron_h": {"pattern", "single_blocks"},
     "openai_gpt": {"norm_place"},
     "phimoe": {"moe.score"},
+    "qwen3_5": {"pattern"},
+    "qwen3_5_moe": {"pattern"},
     "qwen3_next": {"pattern"},
     "roberta": {"family"},
 }

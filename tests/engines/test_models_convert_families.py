@@ -48,6 +48,9 @@ CONFIGS = {file.stem: json.loads(file.read_text()) for file in FILES}
 # Other choices of the same families.
 CONFIGS |= {
     "cohere, norms of each head": {**CONFIGS["cohere"], "use_qk_norm": True},
+    "hyperclovax, norms before": {**CONFIGS["hyperclovax"], "use_post_norm": False},
+    "stablelm, no norms of heads": {**CONFIGS["stablelm"], "qk_layernorm": False},
+    "stablelm 12b": {**CONFIGS["stablelm"], "use_parallel_residual": True},
     "falcon 40b": {
         **CONFIGS["falcon"],
         "new_decoder_architecture": True,

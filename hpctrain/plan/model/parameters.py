@@ -223,14 +223,13 @@ def attention_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def _qk_norm_parameters(model: ModelSpec, tp: int) -> int:
-    """Count the norms of queries and keys of one layer; weights of each head are split."""
-    heads = {
-        "head": 2,
-        "head_turned": 2,
-        "each_head": (model.heads + model.key_value_heads) // tp,
-        "width": (model.heads + model.key_value_heads) // tp,
-    }.get(model.attends.qk_norm or "", 0)
-    return heads * norm_parameters(model, model.head_size)
+    """Count the norms of queries and keys of one layer; weights of each head are split, and have
+    no bias beside them."""
+    heads = (model.heads + model.key_value_heads) // tp
+    if model.attends.qk_norm in ("each_head", "width"):
+        return heads * model.head_size
+    both = 2 if model.attends.qk_norm in ("head", "head_turned") else 0
+    return both * norm_parameters(model, model.head_size)
 
 
 def mixer_parameters(model: ModelSpec, tp: int, layer: int) -> int:
@@ -539,7 +538,10 @@ def count_model(spec: RunSpec) -> ModelCounts:
 def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
     """List the linear layers of one block by transformers' names; a ResNet has none."""
     family = family_named(model.family)
-    h, f, size = model.hidden, model.ffn_size, model.head_size
+    h, size = model.hidden, model.head_size
+    # routed experts are no linear layers, shared ones are
+    shared = model.moe.shared_ffn if model.moe is not None and model.has_experts(layer) else 0
+    f = model.ffn_size if model.has_mlp(layer) else shared
     queries, keys = model.heads * size, model.key_value_heads * size
     sizes = {
         "query": (h, queries * (2 if model.attends.gate else 1)),
@@ -565,6 +567,7 @@ def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
         absent = ("query",) if mla.q_rank else ("query_down", "query_up")
         sizes = {role: both for role, both in sizes.items() if role not in absent}
     of_mlp = ("gate", "up", "gate_up", "down")
+    attends = model.mixer(layer) in ("full", "window", "chunk")  # others have other linear layers
     for name, role in family.linears if family is not None else ():
-        if role in sizes and (role not in of_mlp or model.has_mlp(layer)):
+        if role in sizes and (f if role in of_mlp else attends):
             yield (name, *sizes[role])

@@ -63,7 +63,9 @@ class WeightRow(Document):
     In a file it may be the name alone.
     """
 
-    name: str = Field(min_length=1, description="Name without `.weight`; `{expert}`: its number")
+    name: str = Field(
+        min_length=1, description="Name without `.weight`; `{expert}`, `{head}`: its number"
+    )
     beside: str | None = Field(
         None, description="Name where attention and MLP have norms beside each other (Falcon 40B)"
     )

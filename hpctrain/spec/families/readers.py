@@ -137,18 +137,10 @@ def _listed(config: Config, name: str) -> list[Any]:
 
 
 def _pattern(config: Config) -> Found:
-    """The kinds of layers; where they are alike there is nothing to say."""
+    """The kinds of layers, also where all see everything: a family may have another pattern."""
     kinds = _listed(config, "layer_types") or _listed(config, "layers_block_type")
     if kinds:
-        mixers = [_MIXERS.get(str(kind), str(kind)) for kind in kinds]
-        pattern = shortest(mixers)
-        yield "pattern", pattern if pattern != ("full",) else None
-
-
-def _all_full(config: Config) -> Found:
-    """No layer is of another kind, although some are in most models of the family (Gemma 2)."""
-    if {*_listed(config, "layer_types")} == {"full_attention"}:
-        yield "pattern", ("full",)
+        yield "pattern", shortest([_MIXERS.get(str(kind), str(kind)) for kind in kinds])
 
 
 def _write_pattern(fields: Config) -> dict[str, Any]:
@@ -222,6 +214,19 @@ def _query_scalar(config: Config) -> Found:
     scalar = config.get("query_pre_attn_scalar")
     if isinstance(scalar, int | float) and scalar > 0:
         yield "attention.scale", scalar**-0.5
+
+
+def _head_scale(config: Config) -> Found:
+    """A factor of the logits that is not that of the head's size (HyperCLOVA X)."""
+    scale, size = config.get("attention_multiplier"), config.get("head_dim")
+    if scale is None:
+        return
+    plain = (size or config["hidden_size"] // config["num_attention_heads"]) ** -0.5
+    yield "attention.scale", scale if abs(scale - plain) > 1e-9 * plain else None
+
+
+def _write_head_scale(fields: Config) -> dict[str, Any]:
+    return {"attention_multiplier": (fields.get("attention") or {}).get("scale")}
 
 
 def _groups(config: Config) -> Found:
@@ -486,6 +491,51 @@ def _no_rope_full(config: Config) -> Found:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
+def _rope_by_kind(config: Config) -> Found:
+    """Rotary positions of each kind of layer, of which one may have none (Cohere Compass)."""
+    kinds = _listed(config, "layer_types") or ["full_attention"]
+    tables = config.get("rope_parameters") or {}
+    turned = [tables[kind] for kind in sorted({*kinds}) if tables[kind]]
+    if any(one != turned[0] or "partial_rotary_factor" in one for one in turned):
+        raise UnreadableError("rope_parameters")
+    if turned:
+        yield from _rope({"rope_parameters": turned[0]})
+    without = shortest([not tables[kind] for kind in kinds])
+    yield "rope.without", without if any(without) else None
+    yield "pattern", shortest([_MIXERS.get(str(kind), str(kind)) for kind in kinds])
+    yield "attention.window", config.get("sliding_window") if "sliding_attention" in kinds else None
+
+
+def _write_rope_by_kind(fields: Config) -> dict[str, Any]:
+    kinds = _write_pattern({"pattern": ("full",), **fields})["layer_types"]
+    without = (fields.get("rope") or {}).get("without") or (False,)
+    table = _write_rope(fields)["rope_parameters"]
+    tables = {kind: None if without[n % len(without)] else table for n, kind in enumerate(kinds)}
+    window = (fields.get("attention") or {}).get("window")
+    return {"layer_types": kinds, "rope_parameters": tables} | (
+        {} if window is None else {"sliding_window": window}
+    )
+
+
+def _flint(config: Config) -> Found:
+    """First layers without experts, and which layers see everything, without positions: the first
+    two, every fourth, and the last (FlintConfig)."""
+    dense, layers = config.get("mlp_only_layers"), _counted(config, "num_hidden_layers")
+    if dense is None or [*dense] != [*range(len(dense))]:
+        raise UnreadableError("mlp_only_layers")
+    yield "moe.dense_layers", len(dense)
+    full = [n < 2 or n % 4 == 1 or n == layers - 1 for n in range(layers)]
+    if kinds := _listed(config, "layer_types"):
+        full = [kind == "full_attention" for kind in kinds]
+    yield "pattern", shortest(["full" if one else "window" for one in full])
+    yield "rope.without", shortest(full)
+
+
+def _write_flint(fields: Config) -> dict[str, Any]:
+    dense = (fields.get("moe") or {}).get("dense_layers", 0)
+    return {"mlp_only_layers": [*range(dense)], **_write_pattern(fields)}
+
+
 # He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
 _BLOCKS = {
     ("basic", (2, 2, 2, 2)): 18,
@@ -532,7 +582,6 @@ READERS: Mapping[str, Reader] = {
     "rope": Reader(_ROPE_NAMES, _rope, _write_rope),
     "rope_by_layer": Reader(_ROPE_NAMES, _rope, _write_rope_by_layer),
     "pattern": Reader(("layer_types",), _pattern, _write_pattern),
-    "all_full": Reader(("layer_types",), _all_full),
     "window": Reader(
         ("sliding_window", "use_sliding_window", "max_window_layers"), _window, _write_window
     ),
@@ -541,6 +590,7 @@ READERS: Mapping[str, Reader] = {
     "biases": Reader(("attention_bias", "mlp_bias"), _biases, _write_biases),
     "embedding_root": Reader(("hidden_size",), _embedding_root),
     "query_scalar": Reader(("query_pre_attn_scalar",), _query_scalar, _write_query_scalar),
+    "head_scale": Reader(("attention_multiplier",), _head_scale, _write_head_scale),
     "groups": Reader(("n_group", "topk_group"), _groups, _write_groups),
     "neox_rope": Reader(("rotary_pct", "rotary_emb_base"), _neox_rope),
     "rotary_dim": Reader(("rotary_dim",), _rotary_dim),
@@ -582,5 +632,9 @@ READERS: Mapping[str, Reader] = {
     "labels": Reader(("id2label", "num_labels"), _labels, _write_labels),
     "no_rope": Reader(("no_rope_layers", "no_rope_layer_interval"), _no_rope, _write_no_rope),
     "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
+    "rope_by_kind": Reader(
+        ("rope_parameters", "layer_types", "sliding_window"), _rope_by_kind, _write_rope_by_kind
+    ),
+    "flint": Reader(("mlp_only_layers", "layer_types"), _flint, _write_flint),
     "resnet": Reader(("depths", "hidden_sizes", "layer_type"), _resnet, _write_resnet),
 }

@@ -42,7 +42,8 @@ _BESIDE = frozenset({"moe.balance", "moe.balance_loss", "moe.z_loss"})
 # Parts that a model has or has not.
 _PARTS = ("moe", "mla", "mamba", "linear")
 _MOST_NAMES = 8  # that one line has
-# The data already contains begin, end and padding tokens.
+# The data already contains begin, end and padding tokens. A class that wants a number has its own
+# in `absent` (CWM).
 _NO_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
@@ -74,7 +75,8 @@ def settings_of(model: ModelSpec) -> Settings:
         text = text_config(model.config, family)
         before = write_config(_read(text, family, model)[0], family)
         settings = {name: to for name, to in settings.items() if before.get(name) != to}
-    tokens = {} if model.reads_images else {**_NO_TOKENS, **padding_of(text, family)}
+    wanted = {name: family.absent[name] for name in _NO_TOKENS if name in family.absent}
+    tokens = {} if model.reads_images else {**_NO_TOKENS, **wanted, **padding_of(text, family)}
     return {**text, **tokens, **settings, **fresh_settings(model)}
 
 

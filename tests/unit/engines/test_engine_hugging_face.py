@@ -121,7 +121,7 @@ DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
     ("resnet", dict(depths=[3, 4, 23, 3]), "layers is 50 in the spec and 101 in config.json"),
     ("resnet", dict(hidden_sizes=[1, 2, 3, 4]), "hidden_sizes is [1, 2, 3, 4], and"),
     ("gpt", dict(model_type="bort"), "`model_type`: hpctrain does not know models of type"),
-    ("gpt", dict(model_type="bart"), '`model_type`: hpctrain has no models of type "bart"'),
+    ("gpt", dict(model_type="bart"), '`model_type`: hpctrain does not know models of type "bart"'),
     ("gpt", dict(model_type="bert"), "family is gpt in the spec, the directory has a bert"),
     ("gpt", dict(model_type="mistral"), "family is gpt in the spec, the directory has a mistral"),
 ]
@@ -131,6 +131,15 @@ DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
 def test_a_field_that_differs_is_named(family: str, changes: dict[str, Any], words: str) -> None:
     found = disagreements(*config_json(family, **changes))
     assert any(line.startswith(words) for line in found), found
+
+
+def test_layers_that_are_all_alike_are_no_pattern_of_the_family() -> None:
+    """Gemma 3 has windows, unless its file says that no layer has one."""
+    kinds = ["full_attention"] * 6
+    model = shape_described({"model_type": "gemma3_text", "num_hidden_layers": 6})
+    assert model.mixer(0) == "window"
+    alike = dict(model_type="gemma3_text", num_hidden_layers=6, layer_types=kinds)
+    assert {shape_described(alike).mixer(layer) for layer in range(6)} == {"full"}
 
 
 def test_what_a_run_may_choose_differs_in_silence() -> None:
