@@ -27,6 +27,7 @@ LACKING = {
     "deepseek_v2": {"moe.groups"},
     "distilbert": {"family"},
     "hunyuan_v1_dense": {"attention.qk_norm"},
+    "hunyuan_v1_moe": {"attention.qk_norm"},
     "llama4": {"attention.chunk", "attention.qk_norm", "moe.normalize"},
     "mamba2": {"pattern", "single_blocks"},
     "minimax": {"pattern"},

@@ -393,6 +393,75 @@ def _no_rope_full(config: Config) -> Found:
         yield "rope.without", (*[False] * (every - 1), True)
 
 
+def _mlp_types(config: Config) -> Found:
+    """A word for each layer: those with experts are behind those without."""
+    kinds = _listed(config, "mlp_layer_types")
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise UnreadableError("mlp_layer_types")
+    if kinds:
+        yield "moe.dense_layers", dense
+
+
+def _write_mlp_types(fields: Config) -> dict[str, Any]:
+    dense, layers = (fields.get("moe") or {}).get("dense_layers", 0), fields.get("layers", 0)
+    return {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
+
+
+def _turned(config: Config) -> Found:
+    """Numbers of a head that are turned, where its share is not said (MiniMax-M2)."""
+    said = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    turned, size = config.get("rotary_dim"), config.get("head_dim")
+    if turned is not None and size is not None and "partial_rotary_factor" not in said:
+        yield "rope.partial", turned / size
+
+
+def _stretched_rope(config: Config) -> Found:
+    """Rotary positions, of which a constant `alpha` makes the base larger (Hunyuan)."""
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind, alpha = said.get("rope_type", said.get("type")), said.get("alpha")
+    if kind == "dynamic" and alpha:
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        base = said.get("rope_theta") or config.get("rope_theta") or 10000.0
+        base *= alpha ** (size / (size - 2))
+        config = {**config, "rope_scaling": None, "rope_parameters": {"rope_theta": base}}
+    yield from _rope(config)
+
+
+def _moe_topk(config: Config) -> Found:
+    """Experts of each token, a number or one for each layer (Hunyuan)."""
+    chosen = config.get("num_experts_per_tok", config.get("moe_topk"))
+    if isinstance(chosen, list):
+        if len(set(chosen)) != 1:
+            raise UnreadableError("moe_topk")
+        chosen = chosen[0]
+    yield "moe.top_k", chosen
+
+
+def _write_moe_topk(fields: Config) -> dict[str, Any]:
+    return {"moe_topk": (fields.get("moe") or {}).get("top_k")}
+
+
+def _layer_bases(config: Config) -> Found:
+    """A rotary base for each layer, 0 for those without positions."""
+    bases = _listed(config, "layer_rope_theta")
+    turned = sorted({base for base in bases if base})
+    if len(turned) > 1:
+        raise UnreadableError("layer_rope_theta")
+    if turned:
+        yield "rope_base", turned[0]
+    if not all(bases):
+        yield "rope.without", shortest([not base for base in bases])
+
+
+def _write_layer_bases(fields: Config) -> dict[str, Any]:
+    without, base = (fields.get("rope") or {}).get("without"), fields.get("rope_base")
+    layers = range(fields.get("layers", 0))
+    return {
+        "layer_rope_theta": [0 if without and without[n % len(without)] else base for n in layers]
+    }
+
+
 # He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
 _BLOCKS = {
     ("basic", (2, 2, 2, 2)): 18,
@@ -480,5 +549,12 @@ READERS: Mapping[str, Reader] = {
     "labels": Reader(("id2label", "num_labels"), _labels, _write_labels),
     "no_rope": Reader(("no_rope_layers", "no_rope_layer_interval"), _no_rope, _write_no_rope),
     "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
+    "mlp_types": Reader(("mlp_layer_types",), _mlp_types, _write_mlp_types),
+    "turned": Reader(("rotary_dim",), _turned),
+    "stretched_rope": Reader(
+        ("rope_scaling", "rope_parameters", "rope_theta"), _stretched_rope, _write_rope
+    ),
+    "moe_topk": Reader(("moe_topk", "num_experts_per_tok"), _moe_topk, _write_moe_topk),
+    "layer_bases": Reader(("layer_rope_theta",), _layer_bases, _write_layer_bases),
     "resnet": Reader(("depths", "hidden_sizes", "layer_type"), _resnet, _write_resnet),
 }
