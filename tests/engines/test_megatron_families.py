@@ -26,6 +26,7 @@ LACKING = {
     "apertus": {"activation"},
     "deepseek_v2": {"moe.groups"},
     "distilbert": {"family"},
+    "ernie4_5_moe": {"moe.expert_bias"},
     "hunyuan_v1_dense": {"attention.qk_norm"},
     "hunyuan_v1_moe": {"attention.qk_norm"},
     "llama4": {"attention.chunk", "attention.qk_norm", "moe.normalize"},

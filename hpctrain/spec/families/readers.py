@@ -408,6 +408,17 @@ def _write_mlp_types(fields: Config) -> dict[str, Any]:
     return {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
 
 
+def _last_experts(config: Config) -> Found:
+    """The last layer that may have experts must be the last one (ERNIE 4.5)."""
+    if config.get("moe_layer_end_index") not in (-1, config.get("num_hidden_layers", 0) - 1):
+        raise UnreadableError("moe_layer_end_index")
+    yield from ()
+
+
+def _write_last_experts(fields: Config) -> dict[str, Any]:
+    return {"moe_layer_end_index": fields.get("layers", 0) - 1}
+
+
 def _turned(config: Config) -> Found:
     """Numbers of a head that are turned, where its share is not said (MiniMax-M2)."""
     said = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -550,6 +561,7 @@ READERS: Mapping[str, Reader] = {
     "no_rope": Reader(("no_rope_layers", "no_rope_layer_interval"), _no_rope, _write_no_rope),
     "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
     "mlp_types": Reader(("mlp_layer_types",), _mlp_types, _write_mlp_types),
+    "last_experts": Reader(("moe_layer_end_index",), _last_experts, _write_last_experts),
     "turned": Reader(("rotary_dim",), _turned),
     "stretched_rope": Reader(
         ("rope_scaling", "rope_parameters", "rope_theta"), _stretched_rope, _write_rope
