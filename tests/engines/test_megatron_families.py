@@ -24,9 +24,11 @@ LENGTH = 32
 # What is not megatron-core's, and why: fields of `model`.
 LACKING = {
     "apertus": {"activation"},
+    "bamba": {"pattern"},
     "deepseek_v2": {"moe.groups"},
     "distilbert": {"family"},
     "ernie4_5_moe": {"moe.expert_bias"},
+    "granitemoehybrid": {"pattern"},
     "hunyuan_v1_dense": {"attention.qk_norm"},
     "hunyuan_v1_moe": {"attention.qk_norm"},
     "llama4": {"attention.chunk", "attention.qk_norm", "moe.normalize"},

@@ -565,6 +565,7 @@ def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
         absent = ("query",) if mla.q_rank else ("query_down", "query_up")
         sizes = {role: both for role, both in sizes.items() if role not in absent}
     of_mlp = ("gate", "up", "gate_up", "down")
+    attends = model.mixer(layer) in ("full", "window", "chunk")
     for name, role in family.linears if family is not None else ():
-        if role in sizes and (role not in of_mlp or model.has_mlp(layer)):
+        if role in sizes and (model.has_mlp(layer) if role in of_mlp else attends):
             yield (name, *sizes[role])

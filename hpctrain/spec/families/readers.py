@@ -6,6 +6,7 @@ name that is a field by itself, which is a row of a family's file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -408,6 +409,68 @@ def _write_mlp_types(fields: Config) -> dict[str, Any]:
     return {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
 
 
+def _mamba_types(config: Config) -> Found:
+    """State spaces and attention: a word for each layer, or the numbers of the latter (Bamba)."""
+    kinds = _listed(config, "layer_types") or _listed(config, "layers_block_type")
+    attention, layers = _listed(config, "attn_layer_indices"), _counted(config, "num_hidden_layers")
+    if not kinds and attention:
+        kinds = ["attention" if n in attention else "mamba" for n in range(layers)]
+    words = {**_MIXERS, "linear_attention": "mamba"}
+    if kinds:
+        yield "pattern", shortest([words.get(str(kind), str(kind)) for kind in kinds])
+
+
+def _write_layer_words(fields: Config) -> dict[str, Any]:
+    pattern, layers = fields.get("pattern") or ("mamba",), fields.get("layers", 0)
+    words = {"mamba": "linear_attention", "full": "full_attention"}
+    kinds = [pattern[n % len(pattern)] for n in range(layers)]
+    return {"layer_types": [words.get(kind, kind) for kind in kinds]}
+
+
+def _write_layer_numbers(fields: Config) -> dict[str, Any]:
+    pattern, layers = fields.get("pattern") or ("mamba",), fields.get("layers", 0)
+    return {"attn_layer_indices": [n for n in range(layers) if pattern[n % len(pattern)] == "full"]}
+
+
+def _mamba_heads(config: Config) -> Found:
+    """Heads are of a multiple of the hidden size, and steps of any length (BambaMixer)."""
+    limit = config.get("time_step_limit")
+    if limit is not None and limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise UnreadableError("time_step_limit")
+    heads = _counted(config, "mamba_n_heads")
+    if heads:
+        yield "mamba.head_dim", config["mamba_expand"] * config["hidden_size"] // heads
+
+
+def _write_mamba_heads(fields: Config) -> dict[str, Any]:
+    mamba = fields.get("mamba") or {}
+    inner = mamba.get("heads", 0) * mamba.get("head_dim", 0)
+    return {"mamba_d_head": mamba.get("head_dim"), "mamba_expand": inner // fields["hidden"]}
+
+
+def _experts_or_mlp(config: Config) -> Found:
+    """Experts beside an MLP, which is there without experts, too (Granite 4)."""
+    if not (experts := config.get("num_local_experts")):
+        return
+    yield "moe.experts", experts
+    yield "moe.top_k", config.get("num_experts_per_tok")
+    yield "moe.ffn", config.get("intermediate_size")
+    yield "moe.shared_ffn", config.get("shared_intermediate_size")
+    yield "moe.balance_loss", config.get("router_aux_loss_coef")
+
+
+def _write_experts_or_mlp(fields: Config) -> dict[str, Any]:
+    moe = fields.get("moe")
+    if moe is None:
+        return {"num_local_experts": 0}
+    return {
+        "num_local_experts": moe["experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "intermediate_size": moe["ffn"],
+        "shared_intermediate_size": moe["shared_ffn"],
+    }
+
+
 def _last_experts(config: Config) -> Found:
     """The last layer that may have experts must be the last one (ERNIE 4.5)."""
     if config.get("moe_layer_end_index") not in (-1, config.get("num_hidden_layers", 0) - 1):
@@ -562,6 +625,19 @@ READERS: Mapping[str, Reader] = {
     "no_rope_full": Reader(("sliding_window_pattern",), _no_rope_full),
     "mlp_types": Reader(("mlp_layer_types",), _mlp_types, _write_mlp_types),
     "last_experts": Reader(("moe_layer_end_index",), _last_experts, _write_last_experts),
+    "mamba_types": Reader(("layer_types", "layers_block_type"), _mamba_types, _write_layer_words),
+    "mamba_numbers": Reader(("attn_layer_indices",), _mamba_types, _write_layer_numbers),
+    "mamba_heads": Reader(
+        ("mamba_expand", "mamba_d_head", "time_step_limit"), _mamba_heads, _write_mamba_heads
+    ),
+    "experts_or_mlp": Reader(
+        (
+            *("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+            *("shared_intermediate_size", "router_aux_loss_coef"),
+        ),
+        _experts_or_mlp,
+        _write_experts_or_mlp,
+    ),
     "turned": Reader(("rotary_dim",), _turned),
     "stretched_rope": Reader(
         ("rope_scaling", "rope_parameters", "rope_theta"), _stretched_rope, _write_rope
