@@ -67,6 +67,17 @@ def test_what_a_file_leaves_out_is_what_its_class_takes(file: Path) -> None:
     assert compared > len(content) / 2
 
 
+LISTED = [file for file in FILES if '"layer_types"' in file.read_text()]
+
+
+@pytest.mark.parametrize("file", LISTED, ids=lambda file: file.stem)
+def test_layers_that_all_see_everything_are_read_as_such(file: Path) -> None:
+    content, family = json.loads(file.read_text()), family_named(file.stem)
+    assert family is not None
+    content["layer_types"] = ["full_attention"] * content["num_hidden_layers"]
+    assert {kind.mixer for kind in model_of(content, family).kinds} == {"full"}
+
+
 def test_every_family_has_one() -> None:
     assert [file.stem for file in FILES] == family_names()
 

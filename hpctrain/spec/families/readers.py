@@ -148,6 +148,12 @@ def _write_pattern(fields: Config) -> dict[str, Any]:
     return {"layer_types": [words[pattern[n % len(pattern)]] for n in range(layers)]}
 
 
+def _alike(config: Config) -> Found:
+    """Layers that all see everything, of a family whose layers do not."""
+    if (kinds := _listed(config, "layer_types")) and {*kinds} == {"full_attention"}:
+        yield "pattern", ("full",)
+
+
 def _window(config: Config) -> Found:
     """A window over all layers, over those from `max_window_layers` on, or over a pattern."""
     window = config.get("sliding_window")
@@ -584,6 +590,7 @@ READERS: Mapping[str, Reader] = {
         _write_rope,
     ),
     "pattern": Reader(("layer_types",), _pattern, _write_pattern),
+    "alike": Reader(("layer_types",), _alike),
     "window": Reader(
         ("sliding_window", "use_sliding_window", "max_window_layers"), _window, _write_window
     ),
