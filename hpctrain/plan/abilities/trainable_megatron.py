@@ -6,10 +6,12 @@ Belongs here: one message for each, with its field. Does not belong here: what h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 from hpctrain.spec.families import family_named, read_config
 from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.positions import shorten
 from hpctrain.spec.run import RunSpec
 
 
@@ -255,7 +257,8 @@ def _unknown_names(model: ModelSpec) -> Iterator[tuple[str, str]]:
     if model.config is None or family is None:
         return
     for name, value in read_config(model.config, family).unknown:
-        message = f"{name} is {value}, which megatron-core is not told: remove it, or train by fsdp"
+        said = f"{shorten(name)} is {shorten(json.dumps(value))}"
+        message = f"{said}, which megatron-core is not told: remove it, or train by fsdp"
         yield "model.config", message
 
 
