@@ -24,12 +24,20 @@ LENGTH = 32
 # What is not megatron-core's, and why: fields of `model`.
 LACKING = {
     "apertus": {"activation"},
+    "bamba": {"pattern"},
+    "camembert": {"family"},
+    "data2vec_text": {"family"},
     "deepseek_v2": {"moe.groups"},
     "distilbert": {"family"},
+    "ernie": {"family"},
+    "ernie4_5_moe": {"moe.expert_bias"},
+    "granitemoehybrid": {"pattern"},
     "hunyuan_v1_dense": {"attention.qk_norm"},
+    "hunyuan_v1_moe": {"attention.qk_norm"},
     "llama4": {"attention.chunk", "attention.qk_norm", "moe.normalize"},
     "mamba2": {"pattern", "single_blocks"},
     "minicpm3": {"rope.interleaved"},
+    "megatron_bert": {"family"},
     "minimax": {"pattern"},
     "nemotron_h": {"pattern", "single_blocks"},
     "openai_gpt": {"norm_place"},
@@ -38,6 +46,8 @@ LACKING = {
     "qwen3_5_moe": {"pattern"},
     "qwen3_next": {"pattern"},
     "roberta": {"family"},
+    "roberta_prelayernorm": {"family"},
+    "xlm_roberta_xl": {"family"},
 }
 
 

@@ -25,7 +25,10 @@ from tests.engines.test_models_build import batch_of
 META = torch.device("meta")
 FILES = sorted((Path(__file__).parents[1] / "families").glob("*.json"))
 # Of what multiplies tokens, other sums than of matrices: scans and convolutions.
-NO_MATRICES = ("mamba2", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax")
+NO_MATRICES = (
+    *("mamba2", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax"),
+    *("granitemoehybrid", "bamba"),
+)
 
 
 def config_of(file: Path, **changes: Any) -> Any:
@@ -67,6 +70,17 @@ def test_what_a_file_leaves_out_is_what_its_class_takes(file: Path) -> None:
     assert compared > len(content) / 2
 
 
+LISTED = [file for file in FILES if '"layer_types"' in file.read_text()]
+
+
+@pytest.mark.parametrize("file", LISTED, ids=lambda file: file.stem)
+def test_layers_that_all_see_everything_are_read_as_such(file: Path) -> None:
+    content, family = json.loads(file.read_text()), family_named(file.stem)
+    assert family is not None
+    content["layer_types"] = ["full_attention"] * content["num_hidden_layers"]
+    assert {kind.mixer for kind in model_of(content, family).kinds} == {"full"}
+
+
 def test_every_family_has_one() -> None:
     assert [file.stem for file in FILES] == family_names()
 
@@ -76,13 +90,18 @@ def test_a_config_becomes_the_model_that_its_class_computes(file: Path) -> None:
     config = config_of(file)
     model = config.model.model_copy(update={"mtp_layers": 0})  # no class has them
     module = build_module(config, device=torch.device("cpu"))
-    assert sum(one.numel() for one in module.parameters()) == total_parameters(model)
+    # biases that balance experts are frozen weights of some classes, and buffers of others
+    learned = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    assert all(
+        name.endswith("bias") for name, _ in module.named_parameters() if name not in learned
+    )
+    assert sum(one.numel() for one in learned.values()) == total_parameters(model)
     assert len(blocks_of(module)) == (0 if file.stem == "resnet" else model.layers)
     assert list(differences(model)) == [] == disagreements(model, model.config)
     loss, _ = loss_of(config)(module, batch_of(config))
     loss.backward()
     assert loss.isfinite()
-    assert [one for one, p in module.named_parameters() if p.grad is None] == []
+    assert [name for name, one in learned.items() if one.grad is None] == []
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -6,6 +6,7 @@ name that is a field by itself, which is a row of a family's file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -330,21 +331,6 @@ def _write_rope_by_layer(fields: Config) -> dict[str, Any]:
     return {"rope_parameters": both}
 
 
-def _dense_first(config: Config) -> Found:
-    """What the MLP of each layer is: dense ones stand before those with experts (Mellum)."""
-    kinds = _listed(config, "mlp_layer_types")
-    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-    if {*kinds[:dense]} - {"dense"} or {*kinds[dense:]} - {"sparse"}:
-        raise UnreadableError("mlp_layer_types")
-    yield "moe.dense_layers", dense or None
-
-
-def _write_dense_first(fields: Config) -> dict[str, Any]:
-    dense = (fields.get("moe") or {}).get("dense_layers", 0)
-    kinds = ["dense"] * dense + ["sparse"] * (fields.get("layers", 0) - dense)
-    return {"mlp_layer_types": kinds}
-
-
 def _minicpm3(config: Config) -> Found:
     """Factors that follow from the depth and from the width of a smaller model (MiniCPM3Config)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -536,6 +522,128 @@ def _write_flint(fields: Config) -> dict[str, Any]:
     return {"mlp_only_layers": [*range(dense)], **_write_pattern(fields)}
 
 
+def _mlp_types(config: Config) -> Found:
+    """A word for each layer: those with experts are behind those without."""
+    kinds = _listed(config, "mlp_layer_types")
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise UnreadableError("mlp_layer_types")
+    if kinds:
+        yield "moe.dense_layers", dense
+
+
+def _write_mlp_types(fields: Config) -> dict[str, Any]:
+    dense, layers = (fields.get("moe") or {}).get("dense_layers", 0), fields.get("layers", 0)
+    return {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
+
+
+def _mamba_types(config: Config) -> Found:
+    """State spaces and attention: a word for each layer, or the numbers of the latter (Bamba)."""
+    kinds = _listed(config, "layer_types") or _listed(config, "layers_block_type")
+    attention, layers = _listed(config, "attn_layer_indices"), _counted(config, "num_hidden_layers")
+    if not kinds and attention:
+        kinds = ["attention" if n in attention else "mamba" for n in range(layers)]
+    words = {**_MIXERS, "linear_attention": "mamba"}
+    if kinds:
+        yield "pattern", shortest([words.get(str(kind), str(kind)) for kind in kinds])
+
+
+def _write_layer_words(fields: Config) -> dict[str, Any]:
+    pattern, layers = fields.get("pattern") or ("mamba",), fields.get("layers", 0)
+    words = {"mamba": "linear_attention", "full": "full_attention"}
+    kinds = [pattern[n % len(pattern)] for n in range(layers)]
+    return {"layer_types": [words.get(kind, kind) for kind in kinds]}
+
+
+def _write_layer_numbers(fields: Config) -> dict[str, Any]:
+    pattern, layers = fields.get("pattern") or ("mamba",), fields.get("layers", 0)
+    return {"attn_layer_indices": [n for n in range(layers) if pattern[n % len(pattern)] == "full"]}
+
+
+def _mamba_heads(config: Config) -> Found:
+    """Heads are of a multiple of the hidden size, and steps of any length (BambaMixer)."""
+    limit = config.get("time_step_limit")
+    if limit is not None and limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise UnreadableError("time_step_limit")
+    heads = _counted(config, "mamba_n_heads")
+    if heads:
+        yield "mamba.head_dim", config["mamba_expand"] * config["hidden_size"] // heads
+
+
+def _write_mamba_heads(fields: Config) -> dict[str, Any]:
+    mamba = fields.get("mamba") or {}
+    inner = mamba.get("heads", 0) * mamba.get("head_dim", 0)
+    return {"mamba_d_head": mamba.get("head_dim"), "mamba_expand": inner // fields["hidden"]}
+
+
+def _experts_or_mlp(config: Config) -> Found:
+    """Experts beside an MLP, which is there without experts, too (Granite 4)."""
+    if not (experts := config.get("num_local_experts")):
+        return
+    yield "moe.experts", experts
+    yield "moe.top_k", config.get("num_experts_per_tok")
+    yield "moe.ffn", config.get("intermediate_size")
+    yield "moe.shared_ffn", config.get("shared_intermediate_size")
+    yield "moe.balance_loss", config.get("router_aux_loss_coef")
+
+
+def _write_experts_or_mlp(fields: Config) -> dict[str, Any]:
+    moe = fields.get("moe")
+    if moe is None:
+        return {"num_local_experts": 0}
+    return {
+        "num_local_experts": moe["experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "intermediate_size": moe["ffn"],
+        "shared_intermediate_size": moe["shared_ffn"],
+    }
+
+
+def _last_experts(config: Config) -> Found:
+    """The last layer that may have experts must be the last one (ERNIE 4.5)."""
+    if config.get("moe_layer_end_index") not in (-1, config.get("num_hidden_layers", 0) - 1):
+        raise UnreadableError("moe_layer_end_index")
+    yield from ()
+
+
+def _write_last_experts(fields: Config) -> dict[str, Any]:
+    return {"moe_layer_end_index": fields.get("layers", 0) - 1}
+
+
+def _turned(config: Config) -> Found:
+    """Numbers of a head that are turned, where its share is not said (MiniMax-M2)."""
+    said = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    turned, size = config.get("rotary_dim"), config.get("head_dim")
+    if turned is not None and size is not None and "partial_rotary_factor" not in said:
+        yield "rope.partial", turned / size
+
+
+def _stretched_rope(config: Config) -> Found:
+    """Rotary positions, of which a constant `alpha` makes the base larger (Hunyuan)."""
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind, alpha = said.get("rope_type", said.get("type")), said.get("alpha")
+    if kind == "dynamic" and alpha:
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        base = said.get("rope_theta") or config.get("rope_theta") or 10000.0
+        base *= alpha ** (size / (size - 2))
+        config = {**config, "rope_scaling": None, "rope_parameters": {"rope_theta": base}}
+    yield from _rope(config)
+
+
+def _moe_topk(config: Config) -> Found:
+    """Experts of each token, a number or one for each layer (Hunyuan)."""
+    chosen = config.get("num_experts_per_tok", config.get("moe_topk"))
+    if isinstance(chosen, list):
+        if len(set(chosen)) != 1:
+            raise UnreadableError("moe_topk")
+        chosen = chosen[0]
+    yield "moe.top_k", chosen
+
+
+def _write_moe_topk(fields: Config) -> dict[str, Any]:
+    return {"moe_topk": (fields.get("moe") or {}).get("top_k")}
+
+
 # He et al. 2016 (arXiv 1512.03385), table 1: blocks of the four stages -> layers.
 _BLOCKS = {
     ("basic", (2, 2, 2, 2)): 18,
@@ -606,7 +714,6 @@ READERS: Mapping[str, Reader] = {
     "full_first": Reader(("layer_types",), _full_first),
     "layer_bases": Reader(("layer_rope_theta",), _layer_bases, _write_layer_bases),
     "windowed": Reader(("sliding_window",), _windowed),
-    "dense_first": Reader(("mlp_layer_types",), _dense_first, _write_dense_first),
     "minicpm3": Reader(
         ("scale_depth", "dim_model_base", "v_head_dim", "num_key_value_heads"),
         _minicpm3,
@@ -636,5 +743,25 @@ READERS: Mapping[str, Reader] = {
         ("rope_parameters", "layer_types", "sliding_window"), _rope_by_kind, _write_rope_by_kind
     ),
     "flint": Reader(("mlp_only_layers", "layer_types"), _flint, _write_flint),
+    "mlp_types": Reader(("mlp_layer_types",), _mlp_types, _write_mlp_types),
+    "last_experts": Reader(("moe_layer_end_index",), _last_experts, _write_last_experts),
+    "mamba_types": Reader(("layer_types", "layers_block_type"), _mamba_types, _write_layer_words),
+    "mamba_numbers": Reader(("attn_layer_indices",), _mamba_types, _write_layer_numbers),
+    "mamba_heads": Reader(
+        ("mamba_expand", "mamba_d_head", "time_step_limit"), _mamba_heads, _write_mamba_heads
+    ),
+    "experts_or_mlp": Reader(
+        (
+            *("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+            *("shared_intermediate_size", "router_aux_loss_coef"),
+        ),
+        _experts_or_mlp,
+        _write_experts_or_mlp,
+    ),
+    "turned": Reader(("rotary_dim",), _turned),
+    "stretched_rope": Reader(
+        ("rope_scaling", "rope_parameters", "rope_theta"), _stretched_rope, _write_rope
+    ),
+    "moe_topk": Reader(("moe_topk", "num_experts_per_tok"), _moe_topk, _write_moe_topk),
     "resnet": Reader(("depths", "hidden_sizes", "layer_type"), _resnet, _write_resnet),
 }

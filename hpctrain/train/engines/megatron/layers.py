@@ -139,7 +139,11 @@ class DuplicatedLinear(torch.nn.Module):
         output = functional.linear(x, self.weight)
         own, shared = output[..., : self.own], output[..., self.own :]
         if shared.size(-1):
-            return torch.cat([own, copy_to_tensor_model_parallel_region(shared)], -1), None
+            shared = copy_to_tensor_model_parallel_region(shared)
+            if shared.requires_grad:
+                # its gradient is a slice, of which megatron-core sums a copy (mappings.py, _reduce)
+                shared.register_hook(torch.Tensor.contiguous)
+            return torch.cat([own, shared], -1), None
         return output, None
 
 
