@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,19 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trial_runs import MODULE_GPT
 
 from hpctrain.engines.train_json import parse_train_config
 from hpctrain.plan.model.parameters import linear_layers, linear_parameters, total_parameters
-from hpctrain.spec.families import Family, family_named, family_names, read_config
+from hpctrain.spec.families import (
+    DIRECTORY,
+    Family,
+    family_named,
+    family_names,
+    family_of,
+    read_config,
+)
 from hpctrain.spec.families.settings import compare, differences, disagreements
 from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.build import add_adapters, blocks_of, build_module
@@ -83,6 +92,14 @@ def test_layers_that_all_see_everything_are_read_as_such(file: Path) -> None:
 
 def test_every_family_has_one() -> None:
     assert [file.stem for file in FILES] == family_names()
+
+
+def test_every_causal_model_of_transformers_is_of_a_family_or_says_why_not() -> None:
+    text = (DIRECTORY / "refused_types.yaml").read_text()
+    refused = set(re.findall(r"^([\w-]+): ", text, re.M))
+    known = {kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if family_of({"model_type": kind})}
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known - refused == set()
+    assert known & refused == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
