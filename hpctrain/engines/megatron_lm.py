@@ -172,6 +172,8 @@ def _model(config: MegatronLmConfig) -> Arguments:
         "transformer-impl": None if config.transformer_impl == "auto" else config.transformer_impl,
         "swiglu": model.activation == "swiglu",
         "squared-relu": model.activation == "squared_relu",
+        # the fused bias is one of GELU or SwiGLU (transformer_config.py)
+        "no-bias-gelu-fusion": model.activation == "squared_relu" and model.mlp_bias,
         # GELU with a bias is fused, and already approximated with tanh (fusions/fused_bias_gelu.py)
         "openai-gelu": model.activation == "gelu_tanh" and not model.mlp_bias,
     }
