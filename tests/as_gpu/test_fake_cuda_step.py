@@ -51,7 +51,8 @@ ALWAYS = ("gpt",)
 LOCAL_STEPS = {"gpt": 28, "llama": 20}
 LOCAL_NORM = "utils.py local_multi_tensor_l2_norm"
 # Samples before they are copied, and BERT's choice of tokens, which is drawn on the host.
-SAMPLES = ("datasets/", "engines/models/tasks.py apply")
+_MASKS = ("engines/models/tasks.py apply", "engines/models/tasks.py <genexpr>")
+SAMPLES = ("datasets/", *_MASKS)
 # States of generators, which random.py compares.
 ON_THE_HOST = (*SAMPLES, "tensor_parallel/random.py")
 ON_THE_GPU = {"totals": ["cuda:0"], "weights": ["cuda:0"], "states": ["cuda:0"]}
