@@ -67,7 +67,8 @@ WRONG_VALUES = [
         " | write `false`: YAML 1.2 has only true and false"]),
     ("seq: 128", "seq: 128, dropout: 1", ["2:75: `model.dropout`: must be below 1.0, got `1`"]),
     ("seq: 128", "seq: 128, family: lama", [
-        "2:74: `model.family`: no family is called `lama` | did you mean `llama` or `bamba`?"]),
+        "2:74: `model.family`: no family is called `lama` | did you mean `llama` or `llama4` or "
+        "`bamba`?"]),
     ("batch: {global: 8}", "batch: {global: 8, micro: many}", [
         "3:27: `batch.micro`: expected an integer or `auto`, got `many`"]),
     ("batch: {global: 8}", "batch: {global: 8, micro: atuo}", [
