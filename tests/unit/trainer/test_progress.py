@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -14,6 +15,7 @@ from agent_runs import AgentRun
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import Progress, read_metrics, read_record
 from hpctrain.spec.trainer import ProgressSource
+from hpctrain.train import report
 from hpctrain.trainer.progress import FileReader, OutputReader, Recorder, Values, wrong_start
 
 STEP_LOSS = r"step (?P<step>\S+)(?: loss (?P<loss>\S+))?"
@@ -238,6 +240,25 @@ def test_silence_means_something_only_of_who_tells(run: RunLayout) -> None:
             one.sign()
         assert phases == [phase, heard]
     assert recorder(run, 7)._phase == "loading"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_progress_that_cannot_be_written_is_written_with_the_next_look(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Neither a full disk nor one that is away ends the trainer, which has said nothing since."""
+    one = recorder(run)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, "no")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(report, "write_record", refuse)
+        one.phase("saving")
+        assert not run.progress.exists()
+    one.write()
+    progress = read_record(run.progress, Progress)
+    assert progress is not None and progress.phase == "saving"
 
 
 # -- Where a launch begins -------------------------------------------------------------------------
