@@ -143,6 +143,13 @@ class MoeSpec(Document):
     z_loss: float | None = Field(
         None, gt=0, description="Coefficient of a loss on the router's logits (ST-MoE), as 0.001"
     )
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="In training, what experts read is multiplied by random numbers in 1 +- this "
+        "(Mixtral's router_jitter_noise)",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

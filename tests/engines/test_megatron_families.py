@@ -41,7 +41,7 @@ LACKING = {
     "minimax": {"pattern"},
     "nemotron_h": {"pattern", "single_blocks"},
     "openai_gpt": {"norm_place"},
-    "phimoe": {"moe.score"},
+    "phimoe": {"moe.jitter", "moe.score"},
     "qwen3_5": {"pattern"},
     "qwen3_5_moe": {"pattern"},
     "qwen3_next": {"pattern"},
@@ -67,6 +67,15 @@ BUILT = [
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_is_lacking_is_named(name: str) -> None:
     assert {field for field, _ in missing_parts(record_of(name))} == LACKING.get(name, set())
+
+
+def test_what_a_value_lacks_is_named() -> None:
+    moe = record_of("mixtral").moe
+    assert moe is not None
+    noisy = record_of("mixtral", moe={**moe.model_dump(exclude_none=True), "jitter": 0.01})
+    assert {field for field, _ in missing_parts(noisy)} == {"moe.jitter"}
+    long = record_of("llama4", seq=8192)
+    assert {field for field, _ in missing_parts(long)} == LACKING["llama4"] | {"seq"}
 
 
 @pytest.mark.parametrize("name", varied(BUILT, "cohere", "gemma3"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -100,6 +102,56 @@ def test_every_causal_model_of_transformers_is_of_a_family_or_says_why_not() -> 
     known = {kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if family_of({"model_type": kind})}
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known - refused == set()
     assert known & refused == set()
+
+
+# What a class reads of `config`, and may be left out: the other ways to compute the same number,
+# first weights, what follows from other names, and parts that no training here has.
+READ_AND_LEFT_OUT = {
+    "attention_softmax_in_fp32": "the same numbers, other rounding",
+    "block_size": "the same numbers, other rounding",
+    "enable_moe_fp32_combine": "the same numbers, other rounding",
+    "reorder_and_upcast_attn": "the same numbers, other rounding",
+    "residual_in_fp32": "the same numbers, other rounding",
+    "scale_attention_softmax_in_fp32": "the same numbers, other rounding",
+    "slow_but_exact": "the same numbers, other rounding",
+    "use_mamba_kernels": "the same numbers, other rounding",
+    "init_std": "first weights",
+    "rescale_prenorm_residual": "first weights",
+    "time_step_floor": "first weights",
+    "time_step_max": "first weights",
+    "time_step_min": "first weights",
+    "expand": "the heads and their size say it",
+    "intermediate_size": "there is no dense layer",
+    "moe_layers": "`interleave_moe_layer_step` says it",
+    "num_key_value_heads": "latent attention has one of each head",
+    "task_type_vocab_size": "there are no tasks in it, `use_task_id`",
+    "n_ctx": "no layer reads it",
+    "time_step_rank": "no layer reads it",
+    "encoder_stride": "another task",
+    "mm_tokens_per_image": "another task",
+    "image_token_id": "another task",
+    "num_logits_to_keep": "generation",
+    "pooler_act": "another task",
+    "pooler_output_size": "another task",
+    "pooling": "another task",
+    "qa_dropout": "another task",
+    "video_token_id": "another task",
+    "vision_config": "another task",
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_a_class_reads_is_not_left_out_without_a_reason(file: Path) -> None:
+    family = family_named(file.stem)
+    assert family is not None
+    everywhere = set.intersection(
+        *(set(one.ignored) for one in map(family_named, family_names()) if one)
+    )
+    module = class_named(next(iter(family.classes.values()))).__module__
+    source = inspect.getsource(importlib.import_module(module))
+    read = set(re.findall(r"\bconfig\.(\w+)", source))
+    left_out = (set(family.ignored) - everywhere) & read
+    assert left_out <= set(READ_AND_LEFT_OUT)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -84,6 +84,16 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
         "its router has softmax and sigmoid",
     ),
     (
+        lambda model: model.moe and model.moe.jitter,
+        "moe.jitter",
+        "its noise is on what the router reads, not on what the experts read",
+    ),
+    (
+        lambda model: model.family == "llama4" and model.seq > 8191,
+        "seq",
+        "its attention has no temperature that rises from position 8,192 on",
+    ),
+    (
         lambda model: model.mla is not None and model.bias in (True, "qkv", "attention"),
         "bias",
         "its latent attention has no biases at the down projections",

@@ -248,6 +248,21 @@ def _write_groups(fields: Config) -> dict[str, Any]:
     return {"n_group": moe.get("groups", 1), "topk_group": moe.get("top_groups", 1)}
 
 
+def _groups_of_method(config: Config) -> Found:
+    """Groups of experts, where the choice is by them (DeepSeek-V2's topk_method)."""
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnreadableError("topk_method")
+    if method != "greedy":
+        yield from _groups(config)
+
+
+def _write_groups_of_method(fields: Config) -> dict[str, Any]:
+    grouped = (fields.get("moe") or {}).get("groups") is not None
+    method = "group_limited_greedy" if grouped else "greedy"
+    return {**_write_groups(fields), "topk_method": method}
+
+
 def _neox_rope(config: Config) -> Found:
     """Names of rotary positions in older files of GPT-NeoX."""
     if "rope_parameters" not in config:
@@ -560,11 +575,16 @@ def _write_layer_numbers(fields: Config) -> dict[str, Any]:
     return {"attn_layer_indices": [n for n in range(layers) if pattern[n % len(pattern)] == "full"]}
 
 
-def _mamba_heads(config: Config) -> Found:
-    """Heads are of a multiple of the hidden size, and steps of any length (BambaMixer)."""
+def _time_step_limit(config: Config) -> Found:
+    """Steps of state-space layers are of any length: no other limit is trained."""
     limit = config.get("time_step_limit")
     if limit is not None and limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         raise UnreadableError("time_step_limit")
+    yield from ()
+
+
+def _mamba_heads(config: Config) -> Found:
+    """Heads are of a multiple of the hidden size (BambaMixer)."""
     heads = _counted(config, "mamba_n_heads")
     if heads:
         yield "mamba.head_dim", config["mamba_expand"] * config["hidden_size"] // heads
@@ -700,6 +720,9 @@ READERS: Mapping[str, Reader] = {
     "query_scalar": Reader(("query_pre_attn_scalar",), _query_scalar, _write_query_scalar),
     "head_scale": Reader(("attention_multiplier",), _head_scale, _write_head_scale),
     "groups": Reader(("n_group", "topk_group"), _groups, _write_groups),
+    "groups_of_method": Reader(
+        ("topk_method", "n_group", "topk_group"), _groups_of_method, _write_groups_of_method
+    ),
     "neox_rope": Reader(("rotary_pct", "rotary_emb_base"), _neox_rope),
     "rotary_dim": Reader(("rotary_dim",), _rotary_dim),
     "embedding_size": Reader(("word_embed_proj_dim",), _embedding_size),
@@ -747,9 +770,8 @@ READERS: Mapping[str, Reader] = {
     "last_experts": Reader(("moe_layer_end_index",), _last_experts, _write_last_experts),
     "mamba_types": Reader(("layer_types", "layers_block_type"), _mamba_types, _write_layer_words),
     "mamba_numbers": Reader(("attn_layer_indices",), _mamba_types, _write_layer_numbers),
-    "mamba_heads": Reader(
-        ("mamba_expand", "mamba_d_head", "time_step_limit"), _mamba_heads, _write_mamba_heads
-    ),
+    "mamba_heads": Reader(("mamba_expand", "mamba_d_head"), _mamba_heads, _write_mamba_heads),
+    "time_step_limit": Reader(("time_step_limit",), _time_step_limit),
     "experts_or_mlp": Reader(
         (
             *("num_local_experts", "num_experts_per_tok", "intermediate_size"),
