@@ -352,8 +352,8 @@ def _reads(field: str) -> Any:
 
 def _engines(path: str) -> tuple[str, ...]:
     words = path.split(".")
-    if words[0] == "engine" and len(words) > 1 and words[1] in ENGINES:
-        return (words[1],)
+    if words[0] == "engine" and len(words) > 1:
+        return tuple(name for name, one in ENGINES.items() if words[1] in one.settings)
     reads = _reads(path)
     if reads is None:
         return ()
