@@ -261,12 +261,12 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
         **own.model_dump(exclude={"fp8_recipe", "fp8_param_gather"}),  # messages and kernels
-        use_distributed_optimizer=optimizer.zero != 0,
+        use_distributed_optimizer=plan.zero != 0,
         overlap_grad_reduce=optimizer.overlap_grad_reduce and replicated,
         overlap_param_gather=(
             optimizer.overlap_param_gather
             and optimizer.overlap_grad_reduce
-            and optimizer.zero != 0
+            and plan.zero != 0
             and replicated
         ),
         ddp_bucket_size=_ELASTIC_BUCKET_ELEMENTS if elastic else None,

@@ -40,6 +40,8 @@ class MegatronLmConfig(MegatronConfig):
     entry: str = MEGATRON_LM_ENTRY
     extra_arguments: dict[str, ArgumentValue] = Field({})
     optimizer_cpu_offload: bool = False
+    optimizer: Literal["adam", "muon"] = "adam"
+    muon_momentum: float = 0.95
 
     @property
     def computes_on_host(self) -> bool:
@@ -75,6 +77,8 @@ def megatron_lm_config(job: TrainingJob) -> MegatronLmConfig:
         entry=engine.entry,
         extra_arguments=engine.arguments,
         optimizer_cpu_offload=job.plan.offload == "cpu",
+        optimizer="muon" if job.spec.optimizer.kind == "muon" else "adam",
+        muon_momentum=job.spec.optimizer.momentum,
     )
 
 
@@ -288,7 +292,8 @@ def _training(config: MegatronLmConfig) -> Arguments:
         "lr-decay-iters": config.lr_decay_steps,
         "bf16": config.precision == "bf16",
         **_same(config, "deterministic_mode", "seed"),
-        "optimizer": "adam",
+        "optimizer": config.optimizer,
+        "muon-momentum": config.muon_momentum if config.optimizer == "muon" else None,
         **_same(config, "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
         **_same(config, "use_distributed_optimizer"),
         **_same(config, "overlap_grad_reduce", "overlap_param_gather"),

@@ -344,6 +344,7 @@ def _reads(field: str) -> Any:
         "recompute_layers": lambda engine: engine.recomputes_some,
         "activation_offload_layers": lambda engine: engine.offloads_activations,
         "optimizer.shard_gpus": lambda engine: engine.shards_over_part,
+        "optimizer.momentum": lambda engine: "muon" in engine.optimizers,
         "optimizer.zero": lambda engine: engine.shards,
         "optimizer.offload": lambda engine: len(engine.offloads) > 1,
     }

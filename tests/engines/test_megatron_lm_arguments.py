@@ -124,6 +124,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
         ),
         FRESH,
     ),
+    "muon": ("llama7b", "a100x64", dict(
+        optimizer=dict(kind="muon", momentum=0.9), parallel=dict(tp=8), resources=dict(gpus=16)
+    ), FRESH),
     "own": (
         "llama7b",
         "a100x1",

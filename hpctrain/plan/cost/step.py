@@ -513,7 +513,8 @@ def _sharded_seconds(case: Case, weights: Weights, parameter_bytes: Array) -> Ar
 def optimizer_seconds(case: Case, weights: Weights) -> Array:
     """Price Adam: bound by memory, or by the host link when its state is offloaded.
 
-    On NVMe the state is read and written besides, in turn with the update on the host.
+    Muon has products, too. On NVMe the state is read and written besides, in turn with the update
+    on the host.
     """
     mesh, machine = case.mesh, case.machine
     sharded = np.asarray(mesh.zero) >= 1
@@ -525,7 +526,10 @@ def optimizer_seconds(case: Case, weights: Weights) -> Array:
         sent / machine.host_bandwidth + ADAM_TRAFFIC * trainable / machine.host_memory_bandwidth
     )
     moved = (ADAM_TRAFFIC - 2 * mesh.saved_state) * trainable
-    at_rest = moved / (machine.memory_bandwidth * machine.memory_efficiency)
+    products = mesh.orthogonal_flops / (mesh.tp * mesh.pp) / machine.peak
+    at_rest = products / machine.product_efficiency + moved / (
+        machine.memory_bandwidth * machine.memory_efficiency
+    )
     drives = 2 * case.software.main_bytes * own / machine.nvme_bandwidth
     away = on_host + np.where(np.asarray(mesh.offload) > 1, drives, 0.0)
     return np.where(np.asarray(mesh.offload) > 0, away, at_rest)

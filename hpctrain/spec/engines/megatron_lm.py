@@ -281,6 +281,7 @@ ABILITIES = EngineAbilities(
     splits_experts=True,  # --expert-tensor-parallel-size
     axes=MODEL_AXES,
     zero_stages=(0, 1),
+    optimizers=("adamw", "muon"),  # --optimizer muon, with the package emerging_optimizers
     offloads=("none", "cpu"),  # --optimizer-cpu-offload
     recomputes=("none", "selective", "full"),
     recomputes_some=True,  # --recompute-method block

@@ -269,6 +269,15 @@ def test_options_of_optimizer_attention_and_loss_have_fields(tmp_path: Path) -> 
     assert own.hierarchical_context_parallel_sizes == (2, 2) and own.calculate_per_token_loss
 
 
+def test_muon_has_a_field_and_its_momentum_with_it() -> None:
+    plain, muon = (
+        bring(f"{OPTIONS}--muon-momentum 0.9 {more}\n", Path("a.txt"))
+        for more in ("", "--optimizer muon")
+    )
+    assert "without `optimizer: muon`" in reasons(plain, "no field")["muon-momentum"][1]
+    assert "kind: muon" in muon.text and "momentum: 0.9" in muon.text
+
+
 def test_a_file_of_data_arguments_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

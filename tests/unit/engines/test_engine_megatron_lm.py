@@ -196,6 +196,13 @@ def test_settings_of_megatron_core_are_arguments() -> None:
     assert plain.keys() <= words.keys()
 
 
+def test_muon_has_its_momentum_and_no_distributed_optimizer() -> None:
+    words = given(told(optimizer=dict(kind="muon", momentum=0.9), parallel=dict(tp=8)))
+    assert (words["optimizer"], words["muon-momentum"]) == ("muon", "0.9")
+    assert not words.keys() & {"use-distributed-optimizer", "overlap-param-gather"}
+    assert "muon-momentum" not in given(told())
+
+
 def test_without_data_and_evaluation() -> None:
     words = given(
         told("gpt-tiny", "sandbox", data=dict(sources=()), evaluation=dict(every_steps=None))

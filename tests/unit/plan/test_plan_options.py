@@ -12,6 +12,7 @@ from specimens import LLAMA7B, cluster, run_spec
 from variants import varied
 
 from hpctrain.base.errors import DoesNotFitError
+from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.prediction import candidate_peak, step_parts
@@ -256,6 +257,36 @@ class TestBytes:
                 if one.prediction]  # fmt: skip
         assert sent[1] < sent[0]
         assert levels.memory == flat.memory
+
+    def test_muon_keeps_one_moment_of_matrices_and_multiplies_them(self) -> None:
+        plain, muon = (
+            planned(parallel={}, engine={"name": "ddp"}, optimizer={"lr": 1e-3, "kind": kind})
+            for kind in ("adamw", "muon")
+        )
+        matrices = 8 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
+        before, after = (plan.memory[0].optimizer_bytes for plan in (plain, muon))
+        assert before - after == pytest.approx(4 * matrices, abs=8)
+        assert plain.prediction and muon.prediction
+        parts = [plan.prediction.parts for plan in (plain, muon) if plan.prediction]
+        flops = 8 * 5 * 2 * (4 * 3 * 2048**3 + 3 * (2 * 2048**2 * 5632 + 2048**3))
+        more = parts[1].optimizer_seconds - parts[0].optimizer_seconds
+        assert more > flops / 989e12 - 0.001 > 0
+
+    @pytest.mark.parametrize(
+        ("spec", "field"),
+        [
+            (dict(model=MIXTURE), "model.moe"),
+            (dict(lora={"rank": 8}), "lora"),
+            (dict(engine={"name": "megatron-lm", "checkout": "/m"}), "optimizer.zero"),
+        ],
+    )
+    def test_muon_is_for_matrices_that_each_rank_has_whole(
+        self, spec: dict[str, Any], field: str
+    ) -> None:
+        zero = 1 if field == "optimizer.zero" else None
+        optimizer = {"lr": 1e-3, "kind": "muon", "zero": zero}
+        given = dict(model=SMALL, engine={"name": "ddp"}, optimizer=optimizer) | spec
+        assert field in [one.field for one in sharding_problems(run_spec(**given))]
 
     def test_a_fused_loss_moves_fewer_bytes_and_holds_as_many(self) -> None:
         plain, fused = planned(), planned(engine=own(cross_entropy_loss_fusion=True))
