@@ -322,6 +322,17 @@ def _blend(_: _Bringing, path: str, value: Any) -> Found:
     yield path, [{"path": sources[0]["path"]}] if len(sources) == 1 else sources
 
 
+def _of_muon(state: _Bringing, path: str, value: Any) -> Found:
+    if (state.fields.get("optimizer.kind") or ("",))[0] != "muon":
+        raise _NoMeaningError("without `optimizer: muon` it has no effect")
+    yield path, _typed(path, value)
+
+
+def _numbers(_: _Bringing, path: str, value: Any) -> Found:
+    words = value if isinstance(value, list) else re.findall(r"\d+", str(value))
+    yield path, tuple(int(one) for one in words)
+
+
 def _tokenizer(_: _Bringing, path: str, value: Any) -> Found:
     if not str(value).endswith(".json"):
         raise _NoMeaningError("hpctrain reads a tokenizer.json, and tokens that were made with it")
@@ -506,6 +517,8 @@ _READERS: Mapping[str, Callable[[_Bringing, str, Any], Found]] = {
     "hybrid_pattern": _hybrid_pattern,
     "layer_frequency": _layer_frequency,
     "minutes": _minutes,
+    "numbers": _numbers,
+    "of_muon": _of_muon,
     "published": _published,
     "run_name": _run_name,
     "seconds": _seconds,

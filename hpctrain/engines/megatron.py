@@ -19,7 +19,7 @@ from hpctrain.engines.training import SoftwareNeed, TrainConfig, shared_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
 from hpctrain.spec.architecture import MlaSpec, MoeSpec
 from hpctrain.spec.engines.abilities import RecomputeModule
-from hpctrain.spec.engines.megatron import Fp8Recipe
+from hpctrain.spec.engines.megatron import AttentionBackend, Fp8Recipe, StateType
 from hpctrain.spec.families import put
 from hpctrain.spec.model import ModelSpec
 
@@ -77,8 +77,17 @@ class MegatronConfig(TrainConfig):
     moe_permute_fusion: bool = False
     moe_shared_expert_overlap: bool = False
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
+    attention_backend: AttentionBackend = "auto"
+    calculate_per_token_loss: bool = False
+    # ranks that exchange heads, and rings of such groups
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     # optimizer
     use_distributed_optimizer: bool
+    num_distributed_optimizer_instances: int = 1
+    use_precision_aware_optimizer: bool = False
+    exp_avg_dtype: StateType = "fp32"
+    exp_avg_sq_dtype: StateType = "fp32"
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     # elements of a bucket of gradients with `overlap_grad_reduce`; None: megatron-core's own, which
@@ -252,12 +261,12 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
         **own.model_dump(exclude={"fp8_recipe", "fp8_param_gather"}),  # messages and kernels
-        use_distributed_optimizer=optimizer.zero != 0,
+        use_distributed_optimizer=plan.zero != 0,
         overlap_grad_reduce=optimizer.overlap_grad_reduce and replicated,
         overlap_param_gather=(
             optimizer.overlap_param_gather
             and optimizer.overlap_grad_reduce
-            and optimizer.zero != 0
+            and plan.zero != 0
             and replicated
         ),
         ddp_bucket_size=_ELASTIC_BUCKET_ELEMENTS if elastic else None,
@@ -433,6 +442,14 @@ def software_needs(config: MegatronConfig) -> Iterator[SoftwareNeed]:
         # tensor_parallel/random.py, CheckpointWithoutOutput
         names = ", ".join(sorted(discarded))
         yield engine(f"`recompute_modules: [{names}]`", "recompute other modules")
+    if config.use_precision_aware_optimizer:
+        # 2.1: keeps 16 of 32 bits of a main weight (optimizer_config.py, store_param_remainders)
+        yield engine("`use_precision_aware_optimizer`", leave, version=(2, 1))
+    if config.attention_backend not in ("auto", "local"):
+        yield engine(f"`attention_backend: {config.attention_backend}`", "set it to auto")
+    if config.hierarchical_context_parallel_sizes:
+        # extensions/transformer_engine.py: "must be >= 1.12.0 to support hierarchical cp"
+        yield engine("`hierarchical_context_parallel_sizes`", "leave it out", version=(1, 12))
     if config.moe_permute_fusion:
         # transformer_config.py: "Please install TE >= 2.1.0"
         yield engine("`moe_permute_fusion`", leave, version=(2, 1))

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from hpctrain.engines.megatron import MegatronConfig, core_fields, megatron_config, position_kind
 from hpctrain.plan.layout_words import DEFAULT_ORDER
+from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.model import ModelSpec
 
@@ -39,6 +40,8 @@ class MegatronLmConfig(MegatronConfig):
     entry: str = MEGATRON_LM_ENTRY
     extra_arguments: dict[str, ArgumentValue] = Field({})
     optimizer_cpu_offload: bool = False
+    optimizer: Literal["adam", "muon"] = "adam"
+    muon_momentum: float = 0.95
 
     @property
     def computes_on_host(self) -> bool:
@@ -74,6 +77,8 @@ def megatron_lm_config(job: TrainingJob) -> MegatronLmConfig:
         entry=engine.entry,
         extra_arguments=engine.arguments,
         optimizer_cpu_offload=job.plan.offload == "cpu",
+        optimizer="muon" if job.spec.optimizer.kind == "muon" else "adam",
+        muon_momentum=job.spec.optimizer.momentum,
     )
 
 
@@ -85,6 +90,7 @@ def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False)
     named: Arguments = {
         **_model(config),
         **_layout(config),
+        **_settings(config),
         **_training(config),
         **_data(config, places),
         **_checkpoints(config, places),
@@ -182,7 +188,7 @@ def _model(config: MegatronLmConfig) -> Arguments:
         pattern = "+".join(f"[{kind}]*{len(list(same))}" for kind, same in runs)
         arguments["num-experts"] = model.moe.experts
         arguments["moe-layer-freq"] = f"({pattern})"
-        arguments["moe-token-dispatcher-type"] = "alltoall"
+        arguments["moe-token-dispatcher-type"] = config.moe_token_dispatcher_type
     if latent:
         arguments["rope-type"] = fields["rope_type"]
         arguments["no-rope-fusion"] = True  # transformer_config.py: with YaRN only
@@ -213,6 +219,40 @@ def _layout(config: MegatronLmConfig) -> Arguments:
         "expert-tensor-parallel-size": config.expert_tensor_ranks if experts else None,
         "use-tp-pp-dp-mapping": config.parallel_order != DEFAULT_ORDER,
         "sequence-parallel": config.sequence_parallel,
+    }
+
+
+def _settings(config: MegatronLmConfig) -> Arguments:
+    """Name what `engine.megatron` chooses; values that are the default are left out."""
+    instances, sizes = (
+        config.num_distributed_optimizer_instances,
+        config.hierarchical_context_parallel_sizes,
+    )
+    # arguments.py: an offload must be used in conjunction with it
+    aware = config.use_precision_aware_optimizer or config.optimizer_cpu_offload
+    types = _same(config, "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
+    flex = config.moe_token_dispatcher_type == "flex"
+    return {
+        **_same(config, "tp_comm_overlap", "cross_entropy_loss_fusion"),
+        **_same(config, "defer_embedding_wgrad_compute", "calculate_per_token_loss"),
+        **_same(config, "moe_permute_fusion", "moe_shared_expert_overlap"),
+        "moe-flex-dispatcher-backend": config.moe_flex_dispatcher_backend if flex else None,
+        # userbuffers are started without MPI, as by engine megatron
+        "tp-comm-bootstrap-backend": "nccl" if config.tp_comm_overlap else None,
+        "wgrad-deferral-limit": (
+            WGRAD_DEFERRAL_LIMIT if config.defer_embedding_wgrad_compute else None
+        ),
+        # `local` is for `--spec local` only (arguments.py), and comes with `--transformer-impl`
+        "attention-backend": (
+            None if config.attention_backend in ("auto", "local") else config.attention_backend
+        ),
+        "hierarchical-context-parallel-sizes": sizes,
+        "cp-comm-type": None if sizes is None else "a2a+p2p",
+        "num-distributed-optimizer-instances": instances if instances > 1 else None,
+        "grad-reduce-in-bf16": not config.grad_reduce_in_fp32,
+        "use-precision-aware-optimizer": aware,
+        **{name: kind for name, kind in types.items() if kind != "fp32"},
+        "main-grads-dtype": "bf16" if aware and not config.grad_reduce_in_fp32 else None,
     }
 
 
@@ -252,13 +292,12 @@ def _training(config: MegatronLmConfig) -> Arguments:
         "lr-decay-iters": config.lr_decay_steps,
         "bf16": config.precision == "bf16",
         **_same(config, "deterministic_mode", "seed"),
-        "optimizer": "adam",
+        "optimizer": config.optimizer,
+        "muon-momentum": config.muon_momentum if config.optimizer == "muon" else None,
         **_same(config, "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
         **_same(config, "use_distributed_optimizer"),
         **_same(config, "overlap_grad_reduce", "overlap_param_gather"),
-        # arguments.py: the one must be used in conjunction with the other
         "optimizer-cpu-offload": config.optimizer_cpu_offload,
-        "use-precision-aware-optimizer": config.optimizer_cpu_offload,
         "recompute-granularity": config.recompute_granularity,
         **recompute,
     }

@@ -28,6 +28,8 @@ class NativeConfig(ModuleConfig):
     # the backward pass (gradients and optimizer are still sharded: ZeRO-2)
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
     ddp: DdpSpec = DdpSpec()
     # ranks of one node, for hierarchical sums
     node_size: int = 1
@@ -51,6 +53,8 @@ def native_config(job: TrainingJob) -> NativeConfig:
         shard_size=plan.shard_gpus or plan.layout.dp if sharded else 1,
         reshard_after_forward=plan.zero == 3,
         cpu_offload=plan.offload == "cpu",
+        optimizer=job.spec.optimizer.kind,
+        muon_momentum=job.spec.optimizer.momentum,
         ddp=job.spec.engine.ddp,
         node_size=plan.nodes.gpus_per_node,
     )

@@ -19,7 +19,7 @@ from hpctrain.plan.divisors import divisors, or_list
 from hpctrain.plan.documents import RECOMPUTES, Goal, MemoryBreakdown, Plan
 from hpctrain.plan.mesh.candidate import LOW_BUBBLE, Candidate, bubble_fraction, columns_of
 from hpctrain.plan.mesh.placement import stays_inside
-from hpctrain.plan.model.number_formats import recipe_of
+from hpctrain.plan.model.number_formats import keeps_main_weights, recipe_of
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Rivals, comfortable
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
@@ -221,9 +221,22 @@ def _format_reasons(request: PlanRequest, case: Case) -> Iterator[str]:
             f"pass in {float(case.mesh.kept_input_bytes):.3g} bytes, all else in 16 bits."
         )
     if not own.grad_reduce_in_fp32:
+        copied = (
+            ""
+            if keeps_main_weights(spec)
+            else ("; while the optimizer runs, its shard of them exists in fp32 too")
+        )
+        yield f"Gradients are held and summed in bf16, 2 bytes each{copied}."
+    if own.use_precision_aware_optimizer:
         yield (
-            "Gradients are held and summed in bf16, 2 bytes each; while the optimizer runs, its "
-            "shard of them exists in fp32 too."
+            f"The optimizer keeps {float(case.software.main_bytes):.3g} bytes for each of its "
+            "weights: both moments, and what a weight of 16 bits lacks of its main copy."
+        )
+    if own.num_distributed_optimizer_instances > 1:
+        yield (
+            f"{own.num_distributed_optimizer_instances} instances of the optimizer have the whole "
+            "state each: messages within one are shorter, and shards of gradients are summed over "
+            "all."
         )
     if own.cross_entropy_loss_fusion:
         yield (

@@ -64,7 +64,7 @@ class EngineSpec(Document):
     def _settings_are_read(self) -> Self:
         """Refuse settings of another engine, and those of its own that contradict each other."""
         for other in ENGINES.values():
-            for field in other.settings if other.name != self.name else ():
+            for field in (name for name in other.settings if name not in self.abilities.settings):
                 value, default = getattr(self, field), type(self).model_fields[field].default
                 if value != default:
                     what, it = "this is for", "it"

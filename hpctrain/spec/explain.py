@@ -322,7 +322,7 @@ def key_of_spec(model: type[BaseModel], path: Path) -> str | None:
     if path[:2] == ("tracking", "wandb") and str(path[-1]).lower() in _WANDB_KEYS:
         return _WANDB_HINT
     gone = _GONE_HINTS.get(".".join(str(part) for part in path))
-    known = gone is not None or not path or model is not RunSpec
+    known = gone is not None or not path or key in RunSpec.model_fields or model is not RunSpec
     return gone if known else _name_elsewhere(path)
 
 

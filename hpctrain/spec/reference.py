@@ -344,6 +344,7 @@ def _reads(field: str) -> Any:
         "recompute_layers": lambda engine: engine.recomputes_some,
         "activation_offload_layers": lambda engine: engine.offloads_activations,
         "optimizer.shard_gpus": lambda engine: engine.shards_over_part,
+        "optimizer.momentum": lambda engine: "muon" in engine.optimizers,
         "optimizer.zero": lambda engine: engine.shards,
         "optimizer.offload": lambda engine: len(engine.offloads) > 1,
     }
@@ -352,8 +353,8 @@ def _reads(field: str) -> Any:
 
 def _engines(path: str) -> tuple[str, ...]:
     words = path.split(".")
-    if words[0] == "engine" and len(words) > 1 and words[1] in ENGINES:
-        return (words[1],)
+    if words[0] == "engine" and len(words) > 1:
+        return tuple(name for name, one in ENGINES.items() if words[1] in one.settings)
     reads = _reads(path)
     if reads is None:
         return ()

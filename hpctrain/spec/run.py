@@ -229,8 +229,12 @@ class BudgetSpec(Document):
 
 
 class OptimizerSpec(Document):
-    """AdamW, as Megatron's OptimizerConfig takes it."""
+    """AdamW, as Megatron's OptimizerConfig takes it, or Muon."""
 
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: matrices of layers by Muon, all other weights by AdamW"
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: share of earlier gradients")
     lr: float = Field(gt=0, description="Peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
@@ -254,6 +258,8 @@ class OptimizerSpec(Document):
     def _check(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        if self.kind != "muon" and self.momentum != 0.95:
+            raise ValueError(f"momentum is for `kind: muon`, not for {self.kind}")
         return self
 
 

@@ -269,6 +269,7 @@ def test_conversion_works_where_the_engine_is(
 BF16 = dict(precision="bf16")
 FP8 = dict(precision="bf16", fp8="hybrid")
 MOE = {**LLAMA, **EXPERTS}
+SMALL_STATE = dict(use_precision_aware_optimizer=True, optimizer_sharding="dp_reshardable")
 
 # base, options, and whether numbers are those of the run without the options, bit for bit
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -295,6 +296,25 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         MOE,
         dict(BF16, recompute_granularity="selective", recompute_modules=("moe_act",)),
         True,
+    ),
+    # of main weights 16 bits of 32, which a bf16 weight has not
+    "state in 16 bits, dp2": (
+        GPT,
+        {
+            **BF16,
+            **DP2,
+            **SMALL_STATE,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+            "grad_reduce_in_fp32": False,
+        },
+        False,
+    ),
+    "main weights in fp16": (GPT, {**BF16, **SMALL_STATE, "main_params_dtype": "fp16"}, False),
+    "state in 16 bits, fp8": (
+        GPT,
+        {**FP8, "fp8_recipe": "tensorwise", **SMALL_STATE, "exp_avg_dtype": "bf16"},
+        False,
     ),
 }
 

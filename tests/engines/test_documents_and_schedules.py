@@ -12,7 +12,15 @@ import torch
 from dataset_specimens import config_of, opened
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from test_trainer_data import VOCAB, write_dataset
-from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, MakeTrial
+from trial_runs import (
+    DP2,
+    GPT,
+    LLAMA,
+    MODULE_GPT,
+    MODULE_LLAMA,
+    MakeTrial,
+    assert_near,
+)
 
 from hpctrain.engines.megatron import MegatronConfig, with_model
 from hpctrain.engines.train_json import parse_train_config
@@ -76,6 +84,19 @@ def test_the_engines_learn_other_things_from_documents_apart(
         assert run.train() == [0], run
         losses[name] = run.rows[0].loss
     assert len(set(losses.values())) == 3, losses
+
+
+def test_a_mean_over_all_tokens_is_the_same_in_any_microbatches(
+    tmp_path: Path, trial: MakeTrial
+) -> None:
+    """As Hugging Face's engines have it; a mean of means weighs short microbatches more."""
+    write_dataset(tmp_path / "a", 60, 1)
+    data: dict[str, Any] = dict(data_blend=((1.0, str(tmp_path / "a")),), document_end=END)
+    data |= dict(eod_mask_loss=True, calculate_per_token_loss=True)
+    whole, small = trial(GPT, **data, micro_batch_size=4), trial(GPT, **data, **DP2)
+    for run in (whole, small):
+        assert set(run.train()) == {0}
+    assert_near(small, whole, 1)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])

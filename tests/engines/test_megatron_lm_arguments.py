@@ -100,10 +100,37 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
     "tiny": ("gpt-tiny", "sandbox", dict(engine=dict(implementation="local")), FRESH),
     "fp32": ("gpt-tiny", "sandbox", dict(data=dict(sources=()), optimizer=dict(zero=0)),
              FRESH),
+    "settings": (
+        "llama7b",
+        "a100x64",
+        dict(
+            parallel=dict(tp=2, cp=4),
+            resources=dict(gpus=16),
+            engine=dict(
+                megatron=dict(
+                    use_precision_aware_optimizer=True,
+                    exp_avg_dtype="bf16",
+                    exp_avg_sq_dtype="fp8",
+                    main_params_dtype="fp16",
+                    grad_reduce_in_fp32=False,
+                    num_distributed_optimizer_instances=2,
+                    hierarchical_context_parallel_sizes=(2, 2),
+                    attention_backend="fused",
+                    calculate_per_token_loss=True,
+                    cross_entropy_loss_fusion=True,
+                    tp_comm_overlap=True,
+                )
+            ),
+        ),
+        FRESH,
+    ),
+    "muon": ("llama7b", "a100x64", dict(
+        optimizer=dict(kind="muon", momentum=0.9), parallel=dict(tp=8), resources=dict(gpus=16)
+    ), FRESH),
     "own": (
         "llama7b",
         "a100x1",
-        dict(engine=dict(arguments={"attention-backend": "flash", "log-throughput": True,
+        dict(engine=dict(arguments={"log-throughput": True,
                                     "high-priority-stream-groups": ["dp", "pp"]})),
         FRESH,
     ),
@@ -220,6 +247,12 @@ def test_understood_as_planned(checkout: Path) -> None:
     assert parts["rotary_seq_len_interpolation_factor"] == 2 and parts["add_qkv_bias"]
     assert parts["padded_vocab_size"] % 256 == 0
     assert parts["moe_router_load_balancing_type"] in ("seq_aux_loss", ["seq_aux_loss"])
+    chosen = answers(checkout)["settings"]
+    assert chosen["num_distributed_optimizer_instances"] == 2
+    assert chosen["hierarchical_context_parallel_sizes"] == [2, 2]
+    assert chosen["cp_comm_type"] == ["a2a+p2p"] and chosen["config"]["calculate_per_token_loss"]
+    assert chosen["use_precision_aware_optimizer"] and chosen["grad_reduce_in_bf16"]
+    assert not chosen["accumulate_allreduce_grads_in_fp32"] and chosen["tp_comm_overlap"]
     llama = answers(checkout)["llama"]
     assert (llama["swiglu"], llama["normalization"]) == (True, "RMSNorm")
     assert llama["untie_embeddings_and_output_weights"] and not llama["add_bias_linear"]

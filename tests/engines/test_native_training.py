@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from trial_runs import (
     DDP2,
     FSDP2,
     LIMIT_SECONDS,
+    MODULE_GPT,
     MODULE_LLAMA,
     PLAIN,
+    PLAIN_LLAMA,
     TWO,
     MakeTrial,
     Trial,
@@ -25,7 +28,11 @@ from trial_runs import (
 from variants import varied
 
 from bench import prefork
+from hpctrain.engines.train_json import parse_train_config
+from hpctrain.plan.model.parameters import matrix_parameters, total_parameters
+from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.native.assembly import SummedBatchNorm, synchronize_batch_norms
+from hpctrain.train.engines.native.engine import build_optimizer
 
 # fp32 rounding of a mean over other partial sums, after six steps
 ROUNDING = 5e-6
@@ -47,6 +54,34 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "hybrid": (FSDP, dict(data_parallel_size=4, shard_size=2)),
 }
+MUON: dict[str, Any] = dict(PLAIN_LLAMA, optimizer="muon", muon_momentum=0.9, lr=1e-3, min_lr=1e-4)
+
+
+def test_matrices_have_one_moment_and_the_planner_counts_them() -> None:
+    for base in (MODULE_GPT, MODULE_LLAMA):
+        config: Any = parse_train_config(json.dumps({**base, "optimizer": "muon"}))
+        module = build_module(config, device=torch.device("cpu"))
+        optimizer = build_optimizer(config, module)
+        for weight in module.parameters():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        held: dict[str, int] = {}
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                held[name] = held.get(name, 0) + value.numel() * (value.ndim > 0)
+        matrices, whole = matrix_parameters(config.model), total_parameters(config.model)
+        assert held["momentum_buffer"] == matrices
+        assert held["exp_avg"] == held["exp_avg_sq"] == whole - matrices
+
+
+def test_muon_learns_the_same_on_two_ranks_and_resumes_exactly(trial: MakeTrial) -> None:
+    whole = trial(MUON, save_interval_steps=4)
+    assert whole.train() == [0]
+    assert whole.losses != alone(PLAIN_LLAMA).losses
+    spread = trial(MUON, **TWO, micro_batch_size=1).goes_on(whole)
+    # its products are in bf16
+    assert_near(spread, whole, 5, 5e-5, 1e-3)
+    assert_resumes_exactly(trial(MUON), whole)
 
 
 @pytest.mark.parametrize("kind", varied(KINDS, "ddp"))

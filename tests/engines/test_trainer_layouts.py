@@ -198,6 +198,46 @@ def test_the_trainer_takes_the_order(order: Order) -> None:
             assert parallel_state.get_data_parallel_rank() == rank // strides(mesh)["dp"] % 2
 
 
+def keep_state_size(directory: Path) -> Callable[[], None]:
+    """A `prepare`: each rank writes how many weights its optimizer updates, and all that it has."""
+
+    def prepare() -> None:
+        @wrap("hpctrain.train.engines.megatron.engine:MegatronEngine", "update")
+        def update(real: Any, self: Any, *given: Any) -> Any:
+            done = real(self, *given)
+            groups = self.optimizer.inner.param_groups
+            held = sum(one.numel() for group in groups for one in group["params"])
+            weights = sum(one.numel() for one in self.model.wrapped[0].parameters())
+            (directory / f"held-{dist.get_rank()}").write_text(f"{held} {weights}")
+            return done
+
+    return prepare
+
+
+@pytest.mark.variant("test_layout_equals_one_process")
+def test_instances_of_the_optimizer_learn_the_same_from_larger_shards(
+    trial: MakeTrial, tmp_path: Path
+) -> None:
+    run = trial(**dict(DP2, data_parallel_size=4), num_distributed_optimizer_instances=2)
+    assert run.train(prepare=keep_state_size(tmp_path)) == [0] * 4
+    assert_near(run, trained(GPT), 1, norm=1e-4)
+    found = [(tmp_path / f"held-{rank}").read_text().split() for rank in range(4)]
+    held, weights = [int(one[0]) for one in found], int(found[0][1])
+    assert sum(held[:2]) == sum(held[2:]) == weights
+
+
+def test_levels_of_context_parallelism_are_groups_of_ranks() -> None:
+    sizes = dict(context_parallel_size=4, hierarchical_context_parallel_sizes=(2, 2))
+    config = MegatronConfig(**{**GPT, **TP2, **sizes})
+    with megatron(config, 2, 8):
+        levels = parallel_state.get_hierarchical_context_parallel_groups()
+        found = [dist.get_process_group_ranks(group) for group in levels]
+    assert found == [[0, 2], [2, 6]], "near ranks of tp 2 exchange heads, far ones are a ring"
+    settings = model.transformer_settings(config)
+    assert settings.cp_comm_type == "a2a+p2p"
+    assert settings.hierarchical_context_parallel_sizes == [2, 2]
+
+
 def test_refusals_are_those_of_megatron() -> None:
     seen = set()
     for tp, cp, pp, ep, order in product((1, 2), (1, 2), (1, 2), (1, 2, 4), ORDERS):

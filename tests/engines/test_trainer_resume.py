@@ -37,11 +37,14 @@ from trial_runs import (
 from variants import varied
 
 from bench import prefork
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.records.manifest import checkpoint_name, digest_file, read_manifest
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.engines.megatron import fixes
+from hpctrain.train.engines.megatron.snapshot import check_state_types
 
 DP2_BF16: dict[str, Any] = dict(DP2, dropout=0.1, precision="bf16")
 TP2_PP2_ASYNC: dict[str, Any] = dict(TP2_PP2, dropout=0.1, async_save=True)
@@ -59,6 +62,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dp2 overlap bf16": dict(DP2_BF16, async_save=True),
     "vpp": VPP2,
     "ep2": EXPERTS,
+    "two instances": dict(DP2, data_parallel_size=4, num_distributed_optimizer_instances=2),
     "no distributed optimizer": dict(use_distributed_optimizer=False, data_parallel_size=2),
 }
 GPTS: dict[str, dict[str, Any]] = {
@@ -115,6 +119,24 @@ def test_another_dp_goes_on_within_rounding(kind: str, trial: MakeTrial) -> None
     source = trained(**layout)
     other = trial(**layout | dict(data_parallel_size=size)).goes_on(source)
     assert_near(other, source, 5, norm=1e-4)
+
+
+@pytest.mark.variant("test_resume_at_other_layouts")
+@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1), (2, 4)])
+def test_another_number_of_instances_goes_on_within_rounding(
+    saved: int, now: int, trial: MakeTrial
+) -> None:
+    four = dict(DENSE, data_parallel_size=4)
+    source = trained(**four, num_distributed_optimizer_instances=saved)
+    assert_near(trial(**four, num_distributed_optimizer_instances=now).goes_on(source), source, 5)
+
+
+def test_a_state_of_other_types_is_not_loaded(tmp_path: Path) -> None:
+    own = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    config = MegatronConfig(**{**GPT, **own})
+    check_state_types(config, ["bf16", "bf16", "fp32"], tmp_path)
+    with pytest.raises(InvalidInputError, match=r"no such optimizer.* bf16 bf16 fp32"):
+        check_state_types(config, None, tmp_path)
 
 
 @pytest.mark.variant("test_resume_at_other_layouts")

@@ -27,6 +27,14 @@ def sharding_problems(spec: RunSpec) -> list[Refusal]:
             f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
         )
         problems.append(Refusal(message, "optimizer.zero"))
+    if optimizer.kind not in abilities.optimizers:
+        others = [name for name, other in ENGINES.items() if optimizer.kind in other.optimizers]
+        message = (
+            f"engine {engine} has no `optimizer.kind: {optimizer.kind}`: set `engine.name` to "
+        )
+        problems.append(Refusal(message + " or ".join(others), "optimizer.kind"))
+    elif optimizer.kind == "muon":
+        problems += _problems_of_muon(spec)
     if optimizer.offload not in abilities.offloads:
         message = f"engine {engine} has no `optimizer.offload: {optimizer.offload}`"
         problems.append(Refusal(message, "optimizer.offload"))
@@ -37,13 +45,34 @@ def sharding_problems(spec: RunSpec) -> list[Refusal]:
     return problems
 
 
+def _problems_of_muon(spec: RunSpec) -> list[Refusal]:
+    """List what excludes Muon: weights that are no matrices, and a state in shards.
+
+    torch.optim.Muon takes two dimensions, and experts of one layer have three. What Megatron-LM
+    shards of it depends on its version (core_v0.16: `dist_muon`; main line: `muon` with the
+    distributed optimizer).
+    """
+    given = {
+        "lora": spec.lora is not None and "it trains adapters, whose matrices are thin",
+        "model.moe": spec.model.moe is not None and "experts are not counted with it",
+        "model.family": spec.model.family == "resnet" and "a resnet has convolutions",
+        "optimizer.zero": spec.optimizer.zero and "its state is not sharded: say 0",
+        "optimizer.offload": spec.optimizer.offload != "none" and "its state stays on the GPU",
+    }
+    return [
+        Refusal(f"`optimizer.kind: muon` is for matrices of layers: {why}", field)
+        for field, why in given.items()
+        if why
+    ]
+
+
 def zero_choices(spec: RunSpec) -> tuple[int, ...]:
     """List the ZeRO stages of a search: the spec's, or with `auto` all that shard something."""
     optimizer, stages = spec.optimizer, spec.engine.abilities.zero_stages
     if optimizer.zero is not None:
         return (optimizer.zero,)
-    if stages == (0,):
-        return stages
+    if stages == (0,) or optimizer.kind == "muon":
+        return (0,)
     if 0 in stages and (
         optimizer.offload == "nvme" or spec.engine.deepspeed.offload_parameters != "none"
     ):

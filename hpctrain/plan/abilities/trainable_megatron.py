@@ -279,8 +279,12 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield field, f"{spec.engine.name} trains whole models from tokens: no `{field}`"
     if spec.parallel != "auto" and spec.parallel.cp > 1 and untrainable_axes(spec):
         sizes = f"{spec.model.query_key_size} and {spec.model.value_size}"
-        message = "only fused kernels of attention divide a sequence, and they take heads of "
-        yield "parallel.cp", f"{message}multiples of 8 up to 256, not of {sizes}: say 1"
+        message = "only fused kernels of attention divide a sequence"
+        if spec.model.takes_fused_attention():
+            message += f", not `attention_backend: {spec.engine.megatron.attention_backend}`"
+        else:
+            message += f", and they take heads of multiples of 8 up to 256, not of {sizes}"
+        yield "parallel.cp", f"{message}: say 1"
     if bert and spec.model.pretrained is not None:
         yield "model.pretrained", "hpctrain converts no BERT to megatron-core"
     if bert and spec.parallel != "auto" and spec.parallel.cp > 1:
@@ -304,7 +308,38 @@ def untrainable_axes(spec: RunSpec) -> tuple[str, ...]:
     TransformerEngine's attention that is not fused does not know context parallelism
     (dot_product_attention/utils.py, get_attention_backend).
     """
-    return () if spec.model.takes_fused_attention() else ("cp",)
+    unfused = spec.engine.megatron.attention_backend in ("unfused", "local")
+    return ("cp",) if unfused or not spec.model.takes_fused_attention() else ()
+
+
+# What megatron-core sets of TransformerEngine's switches, flash, fused and unfused
+# (language_module.py, _set_attention_backend); another value ends a rank.
+_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def _unusable_attention(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield kernels of attention that this model or precision has not (TransformerEngine:
+    dot_product_attention/utils.py, get_attention_backend; context_parallel.py)."""
+    own, model = spec.engine.megatron, spec.model
+    kind, field = own.attention_backend, "engine.megatron.attention_backend"
+    if kind in ("flash", "fused"):
+        if spec.precision == "fp32":
+            yield field, f"{kind} kernels of attention compute in 16 bits, not in fp32: say auto"
+        if not model.takes_fused_attention():
+            sizes = f"{model.query_key_size} and {model.value_size}"
+            message = f"{kind} kernels take heads of multiples of 8 up to 256, not of {sizes}"
+            yield field, f"{message}: say auto"
+    if kind == "flash" and model.attends.sinks:
+        yield field, "flash attention has no `attention.sinks`: say fused, or auto"
+    if own.hierarchical_context_parallel_sizes and model.attends.window is not None:
+        message = "rings of keys and values have no windows: leave it out, and say cp 1"
+        yield "engine.megatron.hierarchical_context_parallel_sizes", message
+    for place, name in enumerate(_SWITCHES):
+        given = spec.environment.variables.get(name)
+        wished = str(int(kind in ("auto", ("flash", "fused", "unfused")[place])))
+        if given not in (None, wished) and not model.reads_images:
+            message = f"{name} is {given}, and `attention_backend: {kind}` sets {wished}, or ends"
+            yield f"environment.variables.{name}", f"{message}: remove it, and set {field}"
 
 
 def _untrainable_options(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -315,6 +350,7 @@ def _untrainable_options(spec: RunSpec) -> Iterator[tuple[str, str]]:
     are found there.
     """
     own, model, section = spec.engine.megatron, spec.model, "engine.megatron"
+    yield from _unusable_attention(spec)
     if own.fp8_param_gather:
         message = "hpctrain draws and saves weights of 16 or 32 bits, not of 8: say false"
         yield f"{section}.fp8_param_gather", message

@@ -33,6 +33,9 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
             f"and `engine.arguments: {{{kind}}}`"
         )
         yield "precision", message
+    if spec.engine.megatron.cuda_graph_impl != "none":
+        message = "Megatron-LM's arguments for graphs are those of its version: say none, and give "
+        yield "engine.megatron.cuda_graph_impl", f"{message}them by `engine.arguments`"
     if spec.model.pretrained is not None:
         message = "Megatron-LM starts from random weights: it reads no `model.pretrained`"
         yield "model.pretrained", message

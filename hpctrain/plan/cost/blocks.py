@@ -283,17 +283,27 @@ def context_messages(case: Case) -> Passes:
     """Keys and values go around the context parallel ring, behind the attention of one block.
 
     Ring attention (Liu et al. 2023, arXiv 2310.01889): c - 1 exchanges forward, twice the bytes
-    backward (gradients too). What is longer than the attention of that block shows.
+    backward (gradients too). What is longer than the attention of that block shows. With two levels
+    near ranks exchange heads for tokens first, in the open (Fang and Zhao 2024, arXiv 2405.07719):
+    the ring is shorter, and its messages are as large.
     """
     shape, mesh = case.shape, case.mesh
     both = shape.kv_heads * (shape.qk_dim + shape.value_dim) / mesh.tp
     block = mesh.element_bytes * tokens(case) * both
-    once = (mesh.cp - 1) * send_seconds(case, block, mesh.tp)
+    near = mesh.near_context
+    once = (mesh.cp / near - 1) * send_seconds(case, block, mesh.tp * near)
+    # queries, keys and values before, what attends behind: all but an own share is sent
+    width = shape.heads * (shape.qk_dim + shape.value_dim) / mesh.tp + both
+    sent = mesh.element_bytes * tokens(case) * width * (near - 1) / near
+    inside = members_inside(case, near, mesh.tp) == near
+    away = np.where(inside, 0.0, sent)
+    exchanged = exchange_seconds(case, sent - away, away, near)
     core = core_attention(case)
     hidden = 0.8
     shown = np.maximum(once - hidden * core.forward, 0.1 * once)
     shown_back = np.maximum(2 * once - hidden * core.backward, 0.2 * once)
     several = np.asarray(mesh.cp) > 1
+    shown, shown_back = shown + exchanged, shown_back + exchanged
     return Passes(0.0, 0.0, np.where(several, shown, 0.0), np.where(several, shown_back, 0.0))
 
 

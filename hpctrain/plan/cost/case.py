@@ -126,6 +126,10 @@ class Mesh(LayoutSettings[Array]):
     input_bytes: Array = 0
     # and of attention's output, which its projection keeps in a form of its own (delayed scaling)
     projected_bytes: Array = 0
+    saved_state: Array = 0  # per parameter that the optimizer's state is smaller than in fp32
+    orthogonal_flops: Array = 0  # of a step, which make updates of matrices orthogonal (Muon)
+    instances: Array = 1  # copies of the distributed optimizer's state; each is sharded
+    near_context: Array = 1  # ranks of cp that exchange heads; rings are of cp over these
     gradient_copy: Array = 0  # per gradient of a shard: copies while the optimizer runs
     imbalance: Array = 1  # rows of the fullest rank's experts over those of all in the mean
     deferred_output: Array = 0  # microbatches whose gradient of the output matrix may wait

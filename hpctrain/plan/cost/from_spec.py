@@ -29,10 +29,17 @@ from hpctrain.plan.model.number_formats import (
     MOMENT_BYTES,
     OPTIMIZER_BYTES,
     gradient_bytes,
+    keeps_main_weights,
     kept_input_bytes,
     low_weight_bytes,
     projected_bytes,
+    saved_state_bytes,
     sent_weight_bytes,
+)
+from hpctrain.plan.model.parameters import (
+    matrix_parameters,
+    orthogonal_flops,
+    total_parameters,
 )
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import (
@@ -422,8 +429,15 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         imbalance=np.where(columns.ep > 1, EXPERT_IMBALANCE, 1.0),
         input_bytes=kept_input_bytes(spec),
         projected_bytes=projected_bytes(spec),
-        # distrib_optimizer.py: shard_main_param.grad = shard_model_grad.float()
-        gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
+        # distrib_optimizer.py: shard_main_param.grad = shard_model_grad.float(), but for
+        # `decoupled_grad`
+        gradient_copy=(
+            FP32_BYTES * trainable if each < FP32_BYTES and not keeps_main_weights(spec) else 0
+        ),
+        saved_state=_saved_state(spec),
+        orthogonal_flops=(orthogonal_flops(spec.model) if spec.optimizer.kind == "muon" else 0),
+        instances=own.num_distributed_optimizer_instances,
+        near_context=(own.hierarchical_context_parallel_sizes or (1, 1))[0],
         deferred_output=WGRAD_DEFERRAL_LIMIT if own.defer_embedding_wgrad_compute else 0,
     )
 
@@ -489,7 +503,7 @@ def software_for(request: PlanRequest) -> Software:
         overlaps_experts=0,
         late_sums=int(abilities.sums_behind_pipeline),
         scatter_gather=float(abilities.splits_stage_messages),
-        main_bytes=main * copied + MOMENT_BYTES * trainable,
+        main_bytes=main * copied + (MOMENT_BYTES - _saved_state(spec)) * trainable,
         # PyTorch's allocator has no expandable segments on AMD's GPUs
         slack=FRAGMENTED if (request.generation or "").startswith("cdna") else base.slack,
         bucket_bytes=bucket_bytes(spec),
@@ -500,6 +514,17 @@ def software_for(request: PlanRequest) -> Software:
     if spec.engine.megatron.cross_entropy_loss_fusion:
         software = replace(software, loss_bytes=FUSED_LOSS_BYTES)
     return replace(software, **eager(spec))
+
+
+def _saved_state(spec: RunSpec) -> float:
+    """Compute by how much the state of a weight is smaller than AdamW's in fp32, in the mean.
+
+    Muon has one moment of a matrix (torch/optim/_muon.py, momentum_buffer).
+    """
+    saved: float = saved_state_bytes(spec)
+    if spec.optimizer.kind == "muon":
+        saved += MOMENT_BYTES / 2 * matrix_parameters(spec.model) / total_parameters(spec.model)
+    return saved
 
 
 def bucket_bytes(spec: RunSpec) -> float:
@@ -541,6 +566,7 @@ def uses_flash_attention(spec: RunSpec) -> bool:
     `spec` is that of a `PlanRequest`, where `auto` is resolved.
     """
     has_kernel = spec.engine.implementation != "local" and spec.precision != "fp32"
+    has_kernel = has_kernel and spec.engine.megatron.attention_backend != "unfused"
     return has_kernel and spec.model.takes_fused_attention()
 
 

@@ -146,7 +146,7 @@ def communicators(case: Case) -> Array:
     as a ring and a tree have for all (issue 1685: 3.3 GB for seven peers on H100).
     """
     mesh = case.mesh
-    groups = (mesh.tp, mesh.cp, mesh.pp, mesh.replicas)
+    groups = (mesh.tp, mesh.cp, mesh.pp, mesh.replicas, mesh.instances)
     total: Array = 0.5 * (np.minimum(mesh.ep, 8) - 1)
     return sum((flag(np.asarray(size) > 1) for size in groups), start=total)
 
@@ -206,12 +206,14 @@ def shards(case: Case, least_zero: int) -> tuple[Array, Array]:
     """Count the ranks that divide dense and routed state at this ZeRO stage and above.
 
     Megatron's optimizer groups include context parallel ranks (ZeRO-1: Rajbhandari et al. 2020,
-    arXiv 1910.02054, section 5.1); experts are held by fewer replicas.
+    arXiv 1910.02054, section 5.1); experts are held by fewer replicas. There may be several
+    instances of that optimizer (parallel_state.py, intra_partial_data_parallel_size).
     """
     mesh = case.mesh
     on = np.asarray(mesh.zero) >= least_zero
     size = np.where(np.asarray(mesh.shard_gpus) > 0, mesh.shard_gpus, mesh.replicas)
-    return np.where(on, size, 1), np.where(on, mesh.expert_replicas, 1)
+    dense, routed = size / mesh.instances, mesh.expert_replicas / mesh.instances
+    return np.where(on, dense, 1), np.where(on, routed, 1)
 
 
 def _divided(weights: Weights, by: tuple[Array, Array]) -> Array:

@@ -457,18 +457,23 @@ def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
 def _data_seconds(case: Case, parameters: Array, size: Array, stride: Array) -> tuple[Array, Array]:
     """Price (gradient reduction, parameter gathering); an all-reduce is both at once.
 
-    With `whole_sums` gradients are reduced by it although each rank updates its shard alone.
+    Of several instances of the optimizer the ranks of one scatter and gather
+    (param_and_grad_buffer.py, start_grad_sync). With `whole_sums` gradients are reduced by an
+    all-reduce although each rank updates its shard alone.
     """
     mesh = case.mesh
     size = np.where(parameters > 0, size, 1)  # a model without experts sends none
     each = np.where(np.asarray(mesh.summed_bytes) > 0, mesh.summed_bytes, mesh.gradient_bytes)
+    copies = np.minimum(mesh.instances, size)  # instances sum the shards that they share
+    size = size / copies
+    shared = blocks.reduce_seconds(case, each * parameters / size, copies, stride * size)
     gradients = blocks.gather_seconds(case, each * parameters, size, stride)
     node = blocks.members_inside(case, size, stride)
     inside = blocks.gather_seconds(case, mesh.summed_inside * parameters, node, stride)
     gradients = np.maximum(gradients, inside)
     gathered = blocks.gather_seconds(case, mesh.gather_bytes * parameters, size, stride)
     sharded = np.asarray(mesh.zero) >= 1
-    sums = np.where(sharded, 1 + np.asarray(mesh.whole_sums), 1) * gradients
+    sums = np.where(sharded, 1 + np.asarray(mesh.whole_sums), 1) * gradients + shared
     return sums, np.where(sharded, gathered, gradients)
 
 
@@ -508,18 +513,23 @@ def _sharded_seconds(case: Case, weights: Weights, parameter_bytes: Array) -> Ar
 def optimizer_seconds(case: Case, weights: Weights) -> Array:
     """Price Adam: bound by memory, or by the host link when its state is offloaded.
 
-    On NVMe the state is read and written besides, in turn with the update on the host.
+    Muon has products, too. On NVMe the state is read and written besides, in turn with the update
+    on the host.
     """
     mesh, machine = case.mesh, case.machine
     sharded = np.asarray(mesh.zero) >= 1
-    own = weights.dense / np.where(sharded, mesh.replicas, 1)
-    own = own + weights.routed / np.where(sharded, mesh.expert_replicas, 1)
+    own = weights.dense / np.where(sharded, mesh.replicas / mesh.instances, 1)
+    own = own + weights.routed / np.where(sharded, mesh.expert_replicas / mesh.instances, 1)
     trainable = own * case.shape.trainable  # bytes of gradients and state are averages over all
     sent = mesh.gradient_bytes * own + mesh.element_bytes * trainable
     on_host = (
         sent / machine.host_bandwidth + ADAM_TRAFFIC * trainable / machine.host_memory_bandwidth
     )
-    at_rest = ADAM_TRAFFIC * trainable / (machine.memory_bandwidth * machine.memory_efficiency)
+    moved = (ADAM_TRAFFIC - 2 * mesh.saved_state) * trainable
+    products = mesh.orthogonal_flops / (mesh.tp * mesh.pp) / machine.peak
+    at_rest = products / machine.product_efficiency + moved / (
+        machine.memory_bandwidth * machine.memory_efficiency
+    )
     drives = 2 * case.software.main_bytes * own / machine.nvme_bandwidth
     away = on_host + np.where(np.asarray(mesh.offload) > 1, drives, 0.0)
     return np.where(np.asarray(mesh.offload) > 0, away, at_rest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,14 @@ def _qkv_width(model: ModelSpec) -> int:
 
 def _experts(spec: RunSpec) -> int:
     return spec.model.moe.experts if spec.model.moe else 0
+
+
+def _instances(spec: RunSpec) -> int:
+    return spec.engine.megatron.num_distributed_optimizer_instances
+
+
+def _context_levels(spec: RunSpec) -> tuple[int, int] | None:
+    return spec.engine.megatron.hierarchical_context_parallel_sizes
 
 
 def _expert_ffn(spec: RunSpec) -> int:
@@ -506,6 +514,50 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
         ),
         after=_MESH_NAMES,
         field="optimizer.shard_gpus",
+    ),
+    Rule(
+        # parallel_state.py: "Data parallel size should be divisible by partial DistOpt shard
+        # factor", and the same of experts
+        "instances divide the replicas",
+        lambda spec, at: (
+            (at.dp * at.cp % _instances(spec) == 0)
+            & (
+                (_experts(spec) == 0)
+                | (at.dp * at.cp * at.tp // (at.ep * at.expert_tp) % _instances(spec) == 0)
+            )
+        ),
+        lambda request, at: (
+            f"{_instances(request.spec)} instances of the optimizer do not divide the "
+            f"{at.dp * at.cp} replicas (dp x cp){', or those of experts' * bool(at.ep > 1)}"
+        ),
+        after=_MESH_NAMES,
+        field="engine.megatron.num_distributed_optimizer_instances",
+    ),
+    Rule(
+        # arguments.py: `context_parallel_size == prod(hierarchical_context_parallel_sizes)`
+        "levels of context parallelism make up cp",
+        lambda spec, at: at.cp == prod(_context_levels(spec) or (at.cp,)),
+        lambda request, at: (
+            f"cp {at.cp} is not the product of {_context_levels(request.spec)}: set "
+            f"`parallel.cp: {prod(_context_levels(request.spec) or (1,))}`"
+        ),
+        field="engine.megatron.hierarchical_context_parallel_sizes",
+    ),
+    Rule(
+        # TransformerEngine, context_parallel.py: "The number of attention heads needs to be
+        # divisible by CP size" of the all-to-all
+        "near ranks of cp divide the heads",
+        lambda spec, at: (
+            np.maximum(1, spec.model.key_value_heads // at.tp) % (_context_levels(spec) or (1,))[0]
+            == 0
+        ),
+        lambda request, at: (
+            f"{(_context_levels(request.spec) or (1,))[0]} near ranks of cp exchange heads, and do "
+            f"not divide the {max(1, request.spec.model.key_value_heads // at.tp)} of keys on a "
+            f"rank (kv_heads {request.spec.model.key_value_heads}, tp {at.tp})"
+        ),
+        after=_MESH_NAMES,
+        field="engine.megatron.hierarchical_context_parallel_sizes",
     ),
     Rule(
         # deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`,

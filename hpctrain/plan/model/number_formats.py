@@ -51,6 +51,34 @@ def gradient_bytes(spec: RunSpec) -> int:
     return FP32_BYTES if spec.engine.megatron.grad_reduce_in_fp32 else 2
 
 
+_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def keeps_main_weights(spec: RunSpec) -> bool:
+    """Tell whether the precision-aware Adam of TransformerEngine itself has the main weights.
+
+    megatron-core has them with the other recipes of 8 bits (optimizer_config.py,
+    use_precision_aware_optimizer_no_fp8_or_ds_fp8). `spec` is that of a `PlanRequest`.
+    """
+    own, recipe = spec.engine.megatron, recipe_of(spec)
+    by_core = own.main_params_dtype == "fp32" and recipe not in (None, "nvfp4", "delayed")
+    return own.use_precision_aware_optimizer and not by_core
+
+
+def saved_state_bytes(spec: RunSpec) -> int:
+    """Return by how much the state of one weight is smaller than in fp32.
+
+    Of a main weight the precision-aware Adam keeps the 16 bits that a bf16 weight has not
+    (optimizer_config.py, store_param_remainders), or all of it in fp16.
+    """
+    own = spec.engine.megatron
+    if not own.use_precision_aware_optimizer:
+        return 0
+    moments = MOMENT_BYTES - _STATE_BYTES[own.exp_avg_dtype] - _STATE_BYTES[own.exp_avg_sq_dtype]
+    narrow = own.main_params_dtype == "fp16" or spec.precision not in ("fp32", "fp16")
+    return moments + (2 if narrow and keeps_main_weights(spec) else 0)
+
+
 def sent_weight_bytes(spec: RunSpec) -> int:
     """Return the bytes of one weight that the distributed optimizer sends out after an update.
 

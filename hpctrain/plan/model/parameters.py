@@ -535,6 +535,29 @@ def count_model(spec: RunSpec) -> ModelCounts:
     return ModelCounts(total + sum(adapters_of), trainable, adapters, flops, multiple)
 
 
+def matrix_parameters(model: ModelSpec) -> int:
+    """Count the weights in matrices of layers, which Muon updates; no experts."""
+    return sum(mixer_weights(model, n) + mlp_weights(model, n) for n in range(model.layers))
+
+
+# Newton-Schulz iterations of torch.optim.Muon and of Megatron-LM.
+_ORTHOGONAL_STEPS = 5
+
+
+def orthogonal_flops(model: ModelSpec) -> float:
+    """Count the operations that make the updates of all matrices orthogonal (Muon).
+
+    Of m x n, m the smaller: in each iteration two products of m x m x n and one of m x m x m
+    (Jordan et al. 2024; torch/optim/_muon.py, _zeropower_via_newtonschulz).
+    """
+    total = 0.0
+    for layer in range(model.layers):
+        for _, inputs, outputs in linear_layers(model, layer):
+            m, n = min(inputs, outputs), max(inputs, outputs)
+            total += _ORTHOGONAL_STEPS * 2.0 * (2 * m * m * n + m**3)
+    return total
+
+
 def linear_layers(model: ModelSpec, layer: int) -> Iterator[Linear]:
     """List the linear layers of one block by transformers' names; a ResNet has none."""
     family = family_named(model.family)

@@ -173,6 +173,8 @@ class EngineAbilities:
     # messages between pipeline stages are split over tp even without sequence parallelism
     splits_stage_messages: bool = False
     zero_stages: tuple[int, ...] = (0,)
+    # values of `optimizer.kind`; another one than AdamW is not sharded
+    optimizers: tuple[str, ...] = ("adamw",)
     # sharding over a subset of the ranks, with replicas (HSDP, `optimizer.shard_gpus`)
     shards_over_part: bool = False
     # ZeRO stage 3 together with tensor parallelism

@@ -7,6 +7,7 @@ belong here: the document of the trainer (see `hpctrain.engines.megatron`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -44,6 +45,18 @@ def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
     """Find settings of `engine` that exclude each other, whatever the rest of the spec is."""
     own = engine.megatron
     flex = own.moe_token_dispatcher_type == "flex"
+    types = {name: getattr(own, name) for name in _STATE_TYPES}
+    for field in (name for name, kind in types.items() if kind != "fp32"):
+        if not own.use_precision_aware_optimizer:
+            # optimizer_config.py: "can only be fp32 when not using precision-aware optimizer"
+            message = "without `use_precision_aware_optimizer` the state is in fp32"
+            hint = "set `use_precision_aware_optimizer: true`, or remove it"
+            yield Contradiction(_own(field), message, hint)
+    if own.attention_backend == "local" and engine.implementation != "local":
+        # language_module.py, _set_attention_backend: TransformerEngine's attention has no kernel
+        message = "this is megatron-core's own attention, which comes with its own layers"
+        hint = "set `engine.implementation: local`, or `unfused`"
+        yield Contradiction(_own("attention_backend"), message, hint)
     if own.moe_flex_dispatcher_backend != "deepep" and not flex:
         # token_dispatcher.py: only MoEFlexTokenDispatcher reads it
         message = f"{own.moe_flex_dispatcher_backend} is a backend of the flex dispatcher, which "
@@ -64,6 +77,11 @@ def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
         # model_parallel_config.py: "when gradient accumulation fusion is not used", which comes
         # with these layers
         "defer_embedding_wgrad_compute": own.defer_embedding_wgrad_compute,
+        # optimizer_config.py: "requires FusedAdam from TransformerEngine"
+        "use_precision_aware_optimizer": own.use_precision_aware_optimizer,
+        "attention_backend": own.attention_backend not in ("auto", "local"),
+        # dot_product_attention.py: "Context parallelism is only supported by TEDotProductAttention"
+        "hierarchical_context_parallel_sizes": own.hierarchical_context_parallel_sizes,
     }
     for field in (name for name, given in needs.items() if given):
         message = "this is TransformerEngine's, and `implementation` is local"
@@ -75,6 +93,7 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
     yield from _of_precision(engine, choices)
     yield from _of_activations(engine, choices)
     yield from _of_messages(engine, choices)
+    yield from _of_optimizer(engine, choices)
     if choices.model is not None:
         own, model = engine.megatron, choices.model
         assert model is not None
@@ -139,6 +158,28 @@ def _of_precision(engine: EngineSpec, choices: Choices) -> Iterator[Contradictio
         yield Contradiction(_own("grad_reduce_in_fp32"), message, "remove it")
 
 
+def _of_optimizer(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
+    own, optimizer = engine.megatron, choices.optimizer
+    needing = {
+        # optimizer_config.py: "only supported with distributed optimizer"
+        "use_precision_aware_optimizer": own.use_precision_aware_optimizer,
+        # distributed_data_parallel.py: "Partial DistOpt cannot be used without DistOpt"
+        "num_distributed_optimizer_instances": own.num_distributed_optimizer_instances > 1,
+    }
+    for field in (name for name, given in needing.items() if given and optimizer.zero == 0):
+        message = "this is the distributed optimizer's, which is off"
+        yield Contradiction(_own(field), message, "set `optimizer.zero: 1`, or remove it")
+    narrow = [name for name in _STATE_TYPES if getattr(own, name) != "fp32"]
+    if narrow and optimizer.offload != "none":
+        # cpu_offloading/hybrid_optimizer.py: states of torch's Adam, in fp32
+        message = "an offloaded state is updated by torch's Adam, in fp32"
+        yield Contradiction(_own(narrow[0]), message, "remove one of the two")
+    if own.main_params_dtype != "fp32" and choices.precision == "fp32":
+        message = "weights of `precision: fp32` have no main copy"
+        hint = "remove it, or set `precision: bf16`"
+        yield Contradiction(_own("main_params_dtype"), message, hint)
+
+
 def _of_activations(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
     own, offloaded = engine.megatron, choices.activation_offload_layers
     if choices.recompute_layers is not None and choices.recompute != "full":
@@ -187,6 +228,12 @@ def _of_messages(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction
     own, parallel = engine.megatron, choices.parallel
     if not choices.layout_given:
         return
+    sizes = own.hierarchical_context_parallel_sizes
+    if sizes is not None and prod(sizes) != parallel.cp:
+        # arguments.py: `context_parallel_size == prod(hierarchical_context_parallel_sizes)`
+        message = f"{sizes[0]} x {sizes[1]} ranks share a sequence, and cp is {parallel.cp}"
+        hint = f"set `parallel.cp: {prod(sizes)}`, or other sizes"
+        yield Contradiction(_own("hierarchical_context_parallel_sizes"), message, hint)
     if own.tp_comm_overlap and (parallel.tp == 1 or parallel.sequence_parallel is False):
         # arguments.py: "can happen only when sequence parallelism is enabled"
         what = "tp is 1" if parallel.tp == 1 else "sequence_parallel is off"
@@ -210,6 +257,11 @@ MESH_WORDS = (TENSOR_WORD, PIPELINE_WORD, CONTEXT_WORD)
 # (Megatron-LM's arguments.py refuses that pair).
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
+# Types of the optimizer's state (Megatron-LM: arguments.py, --exp-avg-dtype), and kernels of
+# attention (transformer/enums.py, AttnBackend).
+StateType = Literal["fp32", "fp16", "bf16", "fp8"]
+AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
+_STATE_TYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 # How numbers are scaled into 8 bits (megatron-core: transformer_config.py, fp8_recipe).
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 # Microbatches whose gradient of the output layer waits for the end of the pipeline (as in
@@ -254,6 +306,31 @@ class MegatronSpec(Document):
     )
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = Field(
         "none", description="Who captures CUDA graphs of the layers"
+    )
+    use_precision_aware_optimizer: bool = Field(
+        False, description="TransformerEngine's Adam, with its state in the types below"
+    )
+    exp_avg_dtype: StateType = Field("fp32", description="Type of the first moment")
+    exp_avg_sq_dtype: StateType = Field("fp32", description="Type of the second moment")
+    main_params_dtype: Literal["fp32", "fp16"] = Field(
+        "fp32", description="Type of the weights that the optimizer updates"
+    )
+    num_distributed_optimizer_instances: int = Field(
+        1,
+        ge=1,
+        description="Copies of the optimizer's state; each is sharded over dp x cp / copies",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = Field(
+        None,
+        description="Factors of cp: near ranks exchange heads, far ones pass on keys and values",
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto",
+        description="Kernels of attention; flash, fused, unfused: TransformerEngine's, local: "
+        "megatron-core's own",
+    )
+    calculate_per_token_loss: bool = Field(
+        False, description="Mean over all tokens of a step; false: over its microbatches' means"
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from hpctrain.spec.document import Contradiction, Document
+from hpctrain.spec.engines import megatron
 from hpctrain.spec.engines.abilities import (
     MEGATRON_CORE,
     MODEL_AXES,
@@ -103,6 +104,16 @@ _BY_FIELD: dict[str, str] = {
     "evaluation.every_steps": "eval-interval",
     "evaluation.batches": "eval-iters",
     "engine.implementation": "transformer-impl",
+    **{
+        f"engine.megatron.{name}": name.replace("_", "-")
+        for name in (
+            *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
+            *("main_params_dtype", "num_distributed_optimizer_instances", "attention_backend"),
+            *("hierarchical_context_parallel_sizes", "calculate_per_token_loss"),
+        )
+    },
+    "engine.megatron.grad_reduce_in_fp32": "grad-reduce-in-bf16 main-grads-dtype "
+    "accumulate-allreduce-grads-in-fp32",
     "engine.deterministic": "deterministic-mode",
     "engine.collective_timeout": "distributed-timeout-minutes",
     "resources.min_nodes": "dist-ckpt-optim-fully-reshardable",
@@ -164,7 +175,7 @@ def misuse(value: ArgumentValue) -> tuple[str, str] | None:
 
 
 # Sections of a spec in which an argument may say the same as its field.
-_COMPARED = ("model", "optimizer", "parallel", "precision")
+_COMPARED = ("model", "optimizer", "parallel", "precision", "engine")
 
 
 def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
@@ -172,15 +183,16 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
 
     Of the model's parts, arguments that its field leaves open are taken as they are.
     """
+    yield from megatron.contradictions(engine, choices)
     for name, value in engine.arguments.items():
         row, plain = _row(name), name.replace("_", "-")
         if row is None or row.field is None or (misuse(value) or plain in EXCLUDED):
             continue
         field, section = row.field, row.field.partition(".")[0]
-        if section not in _COMPARED or getattr(choices, section, None) is None:
+        ours: object = engine if section == "engine" else getattr(choices, section, None)
+        if section not in _COMPARED or ours is None:
             continue
-        ours = getattr(choices, section)
-        part: object = ours
+        part = ours
         for step in field.split(".")[1:]:
             ours = getattr(part := ours, step, None)
         if section == "parallel" and not choices.layout_given:  # the planner chooses
@@ -228,6 +240,7 @@ def first_wrong(arguments: Mapping[str, ArgumentValue]) -> tuple[str, str, str] 
 
 def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
     """Find a missing checkout, and the first argument that a spec may not set."""
+    yield from megatron.wrong_settings(engine)
     if engine.checkout is None:
         message = "engine megatron-lm needs `checkout`, the directory of the Megatron-LM"
         hint = "add `checkout: /path/to/Megatron-LM`"
@@ -258,7 +271,7 @@ ABILITIES = EngineAbilities(
     rules="hpctrain.plan.abilities.trainable_megatron_lm",
     verifier="hpctrain.train.engines.megatron.verify",
     export="hpctrain.convert.run_checkpoint:export_megatron",
-    settings={"checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
+    settings={"megatron": "{}", "checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
     wrong_settings=wrong_settings,
     contradictions=contradictions,
     model_classes=MEGATRON_CORE,
@@ -268,6 +281,7 @@ ABILITIES = EngineAbilities(
     splits_experts=True,  # --expert-tensor-parallel-size
     axes=MODEL_AXES,
     zero_stages=(0, 1),
+    optimizers=("adamw", "muon"),  # --optimizer muon, with the package emerging_optimizers
     offloads=("none", "cpu"),  # --optimizer-cpu-offload
     recomputes=("none", "selective", "full"),
     recomputes_some=True,  # --recompute-method block

@@ -49,6 +49,7 @@ DDP = EngineAbilities(
     rules="hpctrain.plan.abilities.trainable_hugging_face",
     export="hpctrain.convert.run_checkpoint:export_distributed",
     settings={"ddp": "{}"},
+    optimizers=("adamw", "muon"),  # torch.optim.Muon
     reads_packed=True,
     documents=("joined", "separate"),
     calibration="fsdp",

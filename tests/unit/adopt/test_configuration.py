@@ -239,6 +239,56 @@ def test_a_script_of_megatron_lm(tmp_path: Path) -> None:
     assert spec.model.dropout == 0.1 and spec.optimizer.beta2 == 0.999, "Megatron-LM's defaults"
 
 
+OPTIONS = """\
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --vocab-size 99
+--train-iters 5 --global-batch-size 8 --bf16 --mock-data --use-distributed-optimizer
+--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 --cp-comm-type a2a+p2p
+--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp8 --main-grads-dtype bf16
+--main-params-dtype fp16 --num-distributed-optimizer-instances 2 --attention-backend fused
+--calculate-per-token-loss --data-args-path data/args.txt
+"""
+
+
+def test_options_of_optimizer_attention_and_loss_have_fields(tmp_path: Path) -> None:
+    done = bring(OPTIONS, Path("a.txt"))
+    assert reasons(done, "no field") == {}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "args.txt").write_text("0.3 data/a\n0.7 data/b\n")
+    (tmp_path / "spec.yaml").write_text(done.text)
+    spec = load_run_spec(tmp_path / "spec.yaml").document
+    assert [(one.path, one.weight) for one in spec.data.sources] == [
+        ("data/a", 0.3),
+        ("data/b", 0.7),
+    ]
+    own = spec.engine.megatron
+    assert (own.exp_avg_dtype, own.exp_avg_sq_dtype, own.main_params_dtype) == (
+        *("fp16", "fp8", "fp16"),
+    )
+    assert own.use_precision_aware_optimizer and not own.grad_reduce_in_fp32
+    assert (own.num_distributed_optimizer_instances, own.attention_backend) == (2, "fused")
+    assert own.hierarchical_context_parallel_sizes == (2, 2) and own.calculate_per_token_loss
+
+
+def test_muon_has_a_field_and_its_momentum_with_it() -> None:
+    plain, muon = (
+        bring(f"{OPTIONS}--muon-momentum 0.9 {more}\n", Path("a.txt"))
+        for more in ("", "--optimizer muon")
+    )
+    assert "without `optimizer: muon`" in reasons(plain, "no field")["muon-momentum"][1]
+    assert "kind: muon" in muon.text and "momentum: 0.9" in muon.text
+
+
+def test_a_file_of_data_arguments_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(OPTIONS)
+    done = hpctrain("init", "--from", "a.txt", "--name", "one")
+    assert done.exit_code == 0, done.transcript()
+    said = " ".join(done.stderr.split())
+    assert "`data.sources`: data/args.txt: " in said, done.transcript()
+
+
 def test_a_list_of_arguments_and_the_yaml_of_megatrons_tests() -> None:
     words = "--num-layers 2 --hidden-size 64\n--num-attention-heads 4 --seq-length 32 --lr 1e-3\n"
     yaml = "MODEL_ARGS:\n  --num-layers: 2\n  --hidden-size: 64\n  --seq-length: 32\n"

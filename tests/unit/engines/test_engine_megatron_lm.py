@@ -162,6 +162,47 @@ def test_state_of_the_optimizer_on_the_cpu() -> None:
     assert {"optimizer-cpu-offload", "use-precision-aware-optimizer"} <= words.keys()
 
 
+SETTINGS: dict[str, Any] = dict(
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="fp8",
+    main_params_dtype="fp16",
+    grad_reduce_in_fp32=False,
+    num_distributed_optimizer_instances=2,
+    hierarchical_context_parallel_sizes=[2, 2],
+    attention_backend="fused",
+    calculate_per_token_loss=True,
+    cross_entropy_loss_fusion=True,
+)
+
+
+def test_settings_of_megatron_core_are_arguments() -> None:
+    plain = given(told(parallel=dict(tp=2, cp=4)))
+    words = given(told(parallel=dict(tp=2, cp=4), engine=dict(megatron=SETTINGS)))
+    assert {name: value for name, value in words.items() if name not in plain} == {
+        "use-precision-aware-optimizer": "",
+        "exp-avg-dtype": "bf16",
+        "exp-avg-sq-dtype": "fp8",
+        "main-params-dtype": "fp16",
+        "main-grads-dtype": "bf16",
+        "grad-reduce-in-bf16": "",
+        "num-distributed-optimizer-instances": "2",
+        "hierarchical-context-parallel-sizes": "2 2",
+        "cp-comm-type": "a2a+p2p",
+        "attention-backend": "fused",
+        "calculate-per-token-loss": "",
+        "cross-entropy-loss-fusion": "",
+    }
+    assert plain.keys() <= words.keys()
+
+
+def test_muon_has_its_momentum_and_no_distributed_optimizer() -> None:
+    words = given(told(optimizer=dict(kind="muon", momentum=0.9), parallel=dict(tp=8)))
+    assert (words["optimizer"], words["muon-momentum"]) == ("muon", "0.9")
+    assert not words.keys() & {"use-distributed-optimizer", "overlap-param-gather"}
+    assert "muon-momentum" not in given(told())
+
+
 def test_without_data_and_evaluation() -> None:
     words = given(
         told("gpt-tiny", "sandbox", data=dict(sources=()), evaluation=dict(every_steps=None))
@@ -193,12 +234,13 @@ def test_what_is_rendered_cannot_be_given() -> None:
     defaults = {"tokenizer-type", "ckpt-fully-parallel-load", "attention-softmax-in-fp32"}
     defaults |= {"qk-layernorm", "no-rope-fusion"}
     # given, they say the same as their field, or there is none
-    defaults |= {"init-method-std", "optimizer", "use-precision-aware-optimizer"}
+    defaults |= {"init-method-std", "optimizer", "cp-comm-type", "cross-entropy-loss-fusion"}
     configs = [
         told("gpt175b", "a100x64"),
         told(parallel=dict(tp=2, ep=4), model=dict(moe=EXPERTS, layers=4)),
         told(model=dict(mla=LATENT, layers=4, mtp_layers=1)),
         told(optimizer=dict(offload="cpu"), parallel=dict(tp=2)),
+        told(parallel=dict(tp=2, cp=4), engine=dict(megatron=SETTINGS)),
     ]
     names = {name for config in configs for name in given(config, RESUMED)}
     free = {name for name in names if refusal(name) is None}

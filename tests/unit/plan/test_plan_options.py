@@ -12,6 +12,7 @@ from specimens import LLAMA7B, cluster, run_spec
 from variants import varied
 
 from hpctrain.base.errors import DoesNotFitError
+from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.prediction import candidate_peak, step_parts
@@ -194,6 +195,99 @@ class TestBytes:
         assert weights[1] - weights[0] == 2 * layers
         assert weights[2] == weights[0]
 
+    @pytest.mark.parametrize(
+        ("settings", "precision", "each"),
+        [
+            ({}, "bf16", 4 + 4 + 4),
+            # main weights: 16 bits of 32, for the weight has the others
+            (dict(), "bf16 aware", 2 + 4 + 4),
+            (dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8"), "bf16 aware", 2 + 2 + 1),
+            (dict(main_params_dtype="fp16"), "bf16 aware", 2 + 4 + 4),
+            # megatron-core has the main weights with these recipes
+            (dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), "fp8 aware", 4 + 2 + 2),
+            (dict(fp8_recipe="delayed"), "fp8 aware", 2 + 4 + 4),
+            (dict(exp_avg_dtype="fp16"), "fp32 aware", 0 + 2 + 4),
+        ],
+    )
+    def test_the_optimizer_keeps_what_its_types_take(
+        self, settings: dict[str, Any], precision: str, each: int
+    ) -> None:
+        kind, _, aware = precision.partition(" ")
+        engine = own(use_precision_aware_optimizer=bool(aware), **settings)
+        plain, plan = planned(precision=kind), planned(precision=kind, engine=engine)
+        usual = 8 if kind == "fp32" else 12
+        found, whole = plan.memory[0].optimizer_bytes, plain.memory[0].optimizer_bytes
+        assert found * usual == whole * each
+        assert plan.prediction and plain.prediction
+        less = plain.prediction.parts.optimizer_seconds - plan.prediction.parts.optimizer_seconds
+        assert (less > 0) == (each < usual)
+
+    def test_a_precision_aware_optimizer_makes_no_copy_of_gradients(self) -> None:
+        aware = own(grad_reduce_in_fp32=False, use_precision_aware_optimizer=True)
+        for engine, expected in ((own(grad_reduce_in_fp32=False), 4.0), (aware, 0.0)):
+            request = PlanRequest(run_spec(model=SMALL, gpus=8, engine=engine), *site())
+            found = search(request, freedom_of(request))
+            case = case_of(request, columns_of(found.candidate(0)))
+            assert float(np.max(case.mesh.gradient_copy)) == expected
+
+    def test_each_instance_of_the_optimizer_has_the_whole_state(self) -> None:
+        one, two, four = (
+            planned(engine=own(num_distributed_optimizer_instances=count), model=model)
+            for count, model in ((1, SMALL), (2, SMALL), (4, SMALL))
+        )
+        state = [plan.memory[0].optimizer_bytes for plan in (one, two, four)]
+        assert (state[1], state[2]) == (2 * state[0], 4 * state[0])
+        assert "2 instances of the optimizer have the whole state each" in " ".join(two.reasons)
+        experts = dict(model=MIXTURE, parallel={"tp": 1, "ep": 2})
+        both = [
+            planned(engine=own(num_distributed_optimizer_instances=count), **experts)
+            for count in (1, 2)
+        ]
+        assert both[1].memory[0].optimizer_bytes == 2 * both[0].memory[0].optimizer_bytes
+
+    def test_unfused_attention_keeps_its_scores(self) -> None:
+        fused, unfused = planned(), planned(engine=own(attention_backend="unfused"))
+        assert unfused.memory[0].activations_bytes > 2 * fused.memory[0].activations_bytes
+
+    def test_near_ranks_exchange_heads_so_that_rings_are_shorter(self) -> None:
+        given = dict(parallel={"tp": 1, "cp": 16}, gpus=16, micro=1, batch=16)
+        flat = planned(**given)
+        levels = planned(engine=own(hierarchical_context_parallel_sizes=(8, 2)), **given)
+        sent = [one.prediction.parts.context_messages_seconds for one in (flat, levels)
+                if one.prediction]  # fmt: skip
+        assert sent[1] < sent[0]
+        assert levels.memory == flat.memory
+
+    def test_muon_keeps_one_moment_of_matrices_and_multiplies_them(self) -> None:
+        plain, muon = (
+            planned(parallel={}, engine={"name": "ddp"}, optimizer={"lr": 1e-3, "kind": kind})
+            for kind in ("adamw", "muon")
+        )
+        matrices = 8 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
+        before, after = (plan.memory[0].optimizer_bytes for plan in (plain, muon))
+        assert before - after == pytest.approx(4 * matrices, abs=8)
+        assert plain.prediction and muon.prediction
+        parts = [plan.prediction.parts for plan in (plain, muon) if plan.prediction]
+        flops = 8 * 5 * 2 * (4 * 3 * 2048**3 + 3 * (2 * 2048**2 * 5632 + 2048**3))
+        more = parts[1].optimizer_seconds - parts[0].optimizer_seconds
+        assert more > flops / 989e12 - 0.001 > 0
+
+    @pytest.mark.parametrize(
+        ("spec", "field"),
+        [
+            (dict(model=MIXTURE), "model.moe"),
+            (dict(lora={"rank": 8}), "lora"),
+            (dict(engine={"name": "megatron-lm", "checkout": "/m"}), "optimizer.zero"),
+        ],
+    )
+    def test_muon_is_for_matrices_that_each_rank_has_whole(
+        self, spec: dict[str, Any], field: str
+    ) -> None:
+        zero = 1 if field == "optimizer.zero" else None
+        optimizer = {"lr": 1e-3, "kind": "muon", "zero": zero}
+        given = dict(model=SMALL, engine={"name": "ddp"}, optimizer=optimizer) | spec
+        assert field in [one.field for one in sharding_problems(run_spec(**given))]
+
     def test_a_fused_loss_moves_fewer_bytes_and_holds_as_many(self) -> None:
         plain, fused = planned(), planned(engine=own(cross_entropy_loss_fusion=True))
         assert fused.memory[0].logits_bytes == plain.memory[0].logits_bytes
@@ -250,6 +344,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "some layers again": dict(recompute="full", recompute_layers=2),
     "activations on the host": dict(recompute="auto", activation_offload_layers=4),
     "userbuffers": dict(engine=own(tp_comm_overlap=True)),
+    "instances": dict(engine=own(num_distributed_optimizer_instances=2)),
+    "small state": dict(engine=own(use_precision_aware_optimizer=True, exp_avg_dtype="bf16")),
+    "levels of cp": dict(engine=own(hierarchical_context_parallel_sizes=(2, 2))),
     "deferred gradient": dict(engine=own(defer_embedding_wgrad_compute=True)),
     "flex": dict(model=MIXTURE, engine=own(moe_token_dispatcher_type="flex")),
     "permutation": dict(model=MIXTURE, engine=own(moe_permute_fusion=True)),
@@ -259,7 +356,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", varied(OPTIONS, "some layers again", "activations on the host", "permutation", "graphs")
+    "name",
+    varied(
+        OPTIONS,
+        "some layers again",
+        "activations on the host",
+        "permutation",
+        "graphs",
+        "instances",
+    ),
 )
 def test_the_search_prices_each_option_as_one_candidate_at_a_time(name: str) -> None:
     spec = run_spec(**{"model": SMALL, "gpus": 8, "batch": 16, "micro": "auto", **OPTIONS[name]})
@@ -287,6 +392,8 @@ def test_the_search_prices_each_option_as_one_candidate_at_a_time(name: str) -> 
         ("activations on the host", lambda columns: (columns.pp == 1) & (columns.recompute == 0)),
         ("flex", lambda columns: (columns.ep > 1) | (columns.tp > 1)),
         ("graphs", lambda columns: columns.recompute < 2),
+        ("instances", lambda columns: columns.dp * columns.cp % 2 == 0),
+        ("levels of cp", lambda columns: columns.cp == 4),
         ("some layers again", lambda columns: columns.recompute == 2),
     ],
 )
@@ -307,6 +414,8 @@ SENTENCES = [
     ("fp8 weights", {}, "their weights take 2 bytes instead of 2."),
     ("bf16 gradients", {}, "Gradients are held and summed in bf16, 2 bytes each; while the "
      "optimizer runs, its shard of them exists in fp32 too."),
+    ("small state", {}, "The optimizer keeps 8 bytes for each of its weights: both moments, and "
+     "what a weight of 16 bits lacks of its main copy."),
     ("fused loss", {}, "The fused cross entropy moves 14 bytes for each logit and pass, the "
      "unfused one 24; its memory is the same."),
     ("some layers again", {}, "recompute full covers the first 2 of 8 layers in a model chunk."),

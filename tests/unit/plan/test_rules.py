@@ -137,6 +137,25 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         dict(),
         ["shards of 3", "8 replicas"],
     ),
+    "instances divide the replicas": (
+        dict(gpus=8, engine={"megatron": {"num_distributed_optimizer_instances": 3}}),
+        dict(),
+        ["3 instances", "8 replicas (dp x cp)"],
+    ),
+    "levels of context parallelism make up cp": (
+        dict(gpus=8, engine={"megatron": {"hierarchical_context_parallel_sizes": (2, 2)}}),
+        dict(cp=2),
+        ["cp 2", "(2, 2)", "`parallel.cp: 4`"],
+    ),
+    "near ranks of cp divide the heads": (
+        dict(
+            model={**GPT_TINY, "kv_heads": 2},
+            gpus=8,
+            engine={"megatron": {"hierarchical_context_parallel_sizes": (4, 2)}},
+        ),
+        dict(cp=8),
+        ["4 near ranks", "the 2 of keys", "kv_heads 2, tp 1"],
+    ),
     "gradients behind a pipeline are whole": (
         dict(engine=DEEPSPEED, optimizer=dict(lr=1e-3, zero=2)),
         dict(pp=2),

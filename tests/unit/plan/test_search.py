@@ -393,6 +393,7 @@ def test_only_the_engine_of_the_spec_decides_about_axes() -> None:
         ("fsdp", dict(zero=1), ["no ZeRO stage 1", "2 or 3", "megatron-lm or deepspeed"]),
         ("ddp", dict(offload="cpu"), ["engine ddp", "offload: cpu"]),
         ("megatron", dict(shard_gpus=4), ["shard_gpus is for engine fsdp"]),
+        ("fsdp", dict(kind="muon"), ["has no `optimizer.kind: muon`", "megatron-lm or ddp"]),
     ],
 )
 def test_what_an_engine_does_not_have_is_said(

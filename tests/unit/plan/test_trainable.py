@@ -128,6 +128,40 @@ def test_an_external_megatron_lm_takes_formats_by_its_arguments(
             "model.norm_place",
         ),
         (
+            dict(engine=megatron(attention_backend="flash"), precision="fp32"),
+            "engine.megatron.attention_backend",
+        ),
+        (
+            dict(
+                engine=megatron(attention_backend="fused"),
+                model={**GPT_TINY, "head_dim": 20, "heads": 4},
+            ),
+            "engine.megatron.attention_backend",
+        ),
+        (
+            dict(
+                engine=megatron(attention_backend="flash"),
+                model={**GPT_TINY, "attention": dict(sinks=True)},
+            ),
+            "engine.megatron.attention_backend",
+        ),
+        (
+            dict(engine=megatron(attention_backend="unfused"), parallel=dict(cp=2)),
+            "parallel.cp",
+        ),
+        (
+            dict(
+                engine=megatron(hierarchical_context_parallel_sizes=(2, 2)),
+                parallel=dict(cp=4),
+                model={**GPT_TINY, "attention": dict(window=16), "pattern": ("window",)},
+            ),
+            "engine.megatron.hierarchical_context_parallel_sizes",
+        ),
+        (
+            dict(environment=dict(variables=dict(NVTE_FLASH_ATTN="0"))),
+            "environment.variables.NVTE_FLASH_ATTN",
+        ),
+        (
             dict(engine=megatron(tp_comm_overlap=True), model={**GPT_TINY, "mtp_layers": 1}),
             "engine.megatron.tp_comm_overlap",
         ),
@@ -144,6 +178,10 @@ def test_what_would_be_ignored_or_wrong_is_refused(changes: dict[str, Any], fiel
         dict(precision="fp4"),
         dict(engine=megatron(grad_reduce_in_fp32=False, cross_entropy_loss_fusion=True)),
         dict(recompute="full", recompute_layers=1),
+        dict(
+            engine=megatron(attention_backend="fused"),
+            environment=dict(variables=dict(NVTE_FLASH_ATTN="0")),
+        ),
         dict(activation_offload_layers=1, recompute="none"),
     ],
 )

@@ -109,6 +109,36 @@ WRONG = [
     ("", "", "parallel: {etp: 2}\n",
      "8:17: `parallel.etp`: etp splits experts, and the model has none"
      " | remove it, or give `model.moe`"),
+    ("", "", own("exp_avg_dtype: bf16"),
+     "8:36: `engine.megatron.exp_avg_dtype`: without `use_precision_aware_optimizer` the state is "
+     "in fp32 | set `use_precision_aware_optimizer: true`, or remove it"),
+    (OPTIMIZER, OPTIMIZER.replace("}", ", zero: 0}"), own("use_precision_aware_optimizer: true"),
+     "8:52: `engine.megatron.use_precision_aware_optimizer`: this is the distributed optimizer's, "
+     "which is off | set `optimizer.zero: 1`, or remove it"),
+    (OPTIMIZER, OPTIMIZER.replace("}", ", zero: 0}"),
+     own("num_distributed_optimizer_instances: 2"),
+     "8:58: `engine.megatron.num_distributed_optimizer_instances`: this is the distributed "
+     "optimizer's, which is off | set `optimizer.zero: 1`, or remove it"),
+    (OPTIMIZER, OPTIMIZER.replace("}", ", offload: cpu}"),
+     own("use_precision_aware_optimizer: true", "exp_avg_sq_dtype: fp8"),
+     "8:76: `engine.megatron.exp_avg_sq_dtype`: an offloaded state is updated by torch's Adam, in "
+     "fp32 | remove one of the two"),
+    ("", "", "precision: fp32\n" + own("use_precision_aware_optimizer: true",
+                                       "main_params_dtype: fp16"),
+     "9:77: `engine.megatron.main_params_dtype`: weights of `precision: fp32` have no main copy"
+     " | remove it, or set `precision: bf16`"),
+    ("", "", "engine: {implementation: local, megatron: {use_precision_aware_optimizer: true}}\n",
+     "8:75: `engine.megatron.use_precision_aware_optimizer`: this is TransformerEngine's, and "
+     "`implementation` is local | set `engine.implementation: transformer_engine`"),
+    ("", "", own("attention_backend: local"),
+     "8:40: `engine.megatron.attention_backend`: this is megatron-core's own attention, which "
+     "comes with its own layers | set `engine.implementation: local`, or `unfused`"),
+    ("", "", "engine: {implementation: local, megatron: {attention_backend: flash}}\n",
+     "8:63: `engine.megatron.attention_backend`: this is TransformerEngine's, and `implementation` "
+     "is local | set `engine.implementation: transformer_engine`"),
+    ("", "", "parallel: {cp: 2}\n" + own("hierarchical_context_parallel_sizes: [2, 2]"),
+     "9:58: `engine.megatron.hierarchical_context_parallel_sizes`: 2 x 2 ranks share a sequence, "
+     "and cp is 2 | set `parallel.cp: 4`, or other sizes"),
     # what other engines would not read
     ("", "", "precision: fp4\nengine: {name: fsdp}\n",
      "8:12: `precision`: FSDP has no fp4 | remove it, or set `engine.name` to `megatron` or "
@@ -181,6 +211,18 @@ OF_MEGATRON_LM = [
     ("arguments: {no_bf16: true}",
      "8:78: `engine.arguments.no_bf16`: `precision` decides --no-bf16"
      " | remove it, and set `precision`"),
+    ("arguments: {attention-backend: flash}",
+     "8:88: `engine.arguments.attention-backend`: `engine.megatron.attention_backend` decides "
+     "--attention-backend, and is auto, not flash | remove it, and set "
+     "`engine.megatron.attention_backend`"),
+    ("arguments: {hierarchical-context-parallel-sizes: [2, 2]}",
+     "8:106: `engine.arguments.hierarchical-context-parallel-sizes`: "
+     "`engine.megatron.hierarchical_context_parallel_sizes` decides "
+     "--hierarchical-context-parallel-sizes | remove it, and set "
+     "`engine.megatron.hierarchical_context_parallel_sizes`"),
+    ("megatron: {exp_avg_dtype: fp16}",
+     "8:83: `engine.megatron.exp_avg_dtype`: without `use_precision_aware_optimizer` the state is "
+     "in fp32 | set `use_precision_aware_optimizer: true`, or remove it"),
     ("arguments: {save: /elsewhere}",
      "8:75: `engine.arguments.save`: hpctrain decides --save: it saves, resumes and ends launches"
      " | remove it"),
@@ -225,7 +267,8 @@ def test_a_contradiction_has_a_place_and_a_hint(
     [
         "{lr: 1e-3, hidden-size: 128, bf16: true}",  # as the fields say
         "{init-method-std: 0.01, use-rope-scaling: true}",  # whose fields are absent
-        "{optimizer: muon, num-distributed-optimizer-instances: 2, start-weight-decay: 0.1}",
+        "{optimizer: muon, start-weight-decay: 0.1}",
+        "{calculate-per-token-loss: true}, megatron: {calculate_per_token_loss: true}",
     ],
 )
 def test_an_argument_that_no_field_contradicts_is_passed_on(tmp_path: Path, more: str) -> None:
@@ -249,6 +292,13 @@ FINE = [
                          "moe_flex_dispatcher_backend: hybridep")),
     (MODEL, SHARED, own("moe_shared_expert_overlap: true")),
     (MODEL, EXPERTS, "parallel: {tp: 2, etp: 2, ep: 2}\n"),
+    ("", "", own("use_precision_aware_optimizer: true", "exp_avg_dtype: fp8")),
+    # as Megatron-LM wants it
+    (OPTIMIZER, OPTIMIZER.replace("}", ", offload: cpu}"),
+     own("use_precision_aware_optimizer: true")),
+    ("", "", "engine: {implementation: local, megatron: {attention_backend: local}}\n"),
+    ("", "", own("num_distributed_optimizer_instances: 2", "calculate_per_token_loss: true")),
+    ("", "", "parallel: {cp: 4}\n" + own("hierarchical_context_parallel_sizes: [2, 2]")),
 ]  # fmt: skip
 
 FINE_OF_DEEPSPEED = [
@@ -307,9 +357,9 @@ def test_the_checkout_and_its_engine(tmp_path: Path, engine: str, expected: str)
 
 def test_what_nobody_decides_may_be_given(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(f"{VALID}{ENGINE}, arguments: {{attention-backend: flash, num-workers: 4}}}}\n")
+    path.write_text(f"{VALID}{ENGINE}, arguments: {{log-throughput: true, num-workers: 4}}}}\n")
     engine = load_run_spec(path, ()).document.engine
-    assert engine.arguments == {"attention-backend": "flash", "num-workers": 4}
+    assert engine.arguments == {"log-throughput": True, "num-workers": 4}
     assert engine.entry == "pretrain_gpt.py"
 
 
@@ -330,6 +380,7 @@ def test_names_are_known_in_both_spellings_and_negated() -> None:
         ("model.mtp_layers=1", "model.mtp_layers"),
         ("precision=fp8", "precision"),
         ("data.format=packed", "data.format"),
+        ("engine.megatron.cuda_graph_impl=local", "engine.megatron.cuda_graph_impl"),
     ],
 )
 def test_what_megatron_lm_cannot_do_is_refused(tmp_path: Path, override: str, field: str) -> None:

@@ -100,6 +100,8 @@ WRONG_VALUES = [
     ("lr: 1e-3", "lr: .inf", [
         "5:17: `optimizer.lr`: `.inf` is not a usable number | write a finite number"]),
     ("lr: 1e-3", "lr: 1e-3, min_lr: 1", ["5:1: `optimizer`: min_lr 1 is above lr 0.001"]),
+    ("lr: 1e-3", "lr: 1e-3, momentum: 0.9", [
+        "5:1: `optimizer`: momentum is for `kind: muon`, not for adamw"]),
     ("gpus: 4", "gpus: 4, walltime: 1440", [
         "7:32: `resources.walltime`: expected a duration such as `24:00:00`, `2-12:00:00`, "
         "`30min` or `90s`, got `1440` | a bare number is refused because Slurm reads minutes and "

@@ -243,7 +243,8 @@ def add_biases_of_experts() -> None:
 def keep_step_while_loading() -> None:
     """Give the loaded state its Adam `step`, which the checkpoint keeps in the param groups.
 
-    Without it `_set_main_param_and_optimizer_states` raises KeyError 'step'.
+    Without it `_set_main_param_and_optimizer_states` raises KeyError 'step'. What is no tensor, the
+    mark of padding, it gives to a precision-aware optimizer as a state (0.19.2 leaves that out).
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -253,6 +254,7 @@ def keep_step_while_loading() -> None:
         group, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][order]
         state = self.optimizer.state.get(main_param, {})
+        tensors = {name: value for name, value in tensors.items() if torch.is_tensor(value)}
         if "step" in state:  # of torch; the fused ones count steps in the group
             tensors = {**tensors, "step": state["step"]}
         return original(self, model_param, tensors)

@@ -98,6 +98,10 @@ def open_mesh(config: MegatronConfig, launch: Launch) -> MegatronMesh:
 
 def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
     """Return the axes of the mesh and their order, as `initialize_model_parallel` takes them."""
+    sizes, instances = (
+        config.hierarchical_context_parallel_sizes,
+        config.num_distributed_optimizer_instances,
+    )
     return dict(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -106,6 +110,8 @@ def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_ranks,
         order=config.parallel_order,
+        num_distributed_optimizer_instances=instances,
+        hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
     )
 
 

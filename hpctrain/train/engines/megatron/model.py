@@ -50,6 +50,8 @@ from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.layers import arrange_ends, arranged, scale_rotary
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.option_settings import (
+    attention_settings,
+    counts_tokens,
     dispatch_settings,
     gradient_settings,
     graph_settings,
@@ -295,8 +297,7 @@ def transformer_settings(
         bf16=config.precision == "bf16",
         use_cpu_initialization=on_meta,
         deterministic_mode=config.deterministic_mode,
-        # how many words are masked differs from microbatch to microbatch
-        calculate_per_token_loss=config.model.reads_masked_text,
+        calculate_per_token_loss=counts_tokens(config),
         # Saves memory on GPUs, where NCCL's streams keep an output until it is sent. gloo sends
         # from the tensor's memory: with overlapped transfers the next stage would sometimes
         # receive other data.
@@ -309,6 +310,7 @@ def transformer_settings(
         **recompute_settings(config),
         **offload_settings(config),
         **message_settings(config),
+        **attention_settings(config),
         **graph_settings(config),
     )
     settings.record = model  # what `layers` reads

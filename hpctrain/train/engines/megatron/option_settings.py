@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.train.device import on_cpu
@@ -43,24 +46,48 @@ def gradient_settings(config: MegatronConfig) -> dict[str, Any]:
     """Return how data parallelism sums gradients and gathers weights of 8 bits.
 
     NCCL itself averages, as in all recipes of Bridge (recipes/common.py): a division before the sum
-    would read all gradients once more, and round those in bf16 once more. gloo has no average. With
-    BERT gradients are divided by the number of tokens behind the sum
-    (distributed_data_parallel.py).
+    would read all gradients once more, and round those in bf16 once more. gloo has no average. A
+    mean over all tokens divides behind the sum (distributed_data_parallel.py).
     """
+    instances = config.num_distributed_optimizer_instances
     return dict(
         grad_reduce_in_fp32=config.grad_reduce_in_fp32,
-        average_in_collective=not config.model.reads_masked_text and not on_cpu(),
+        average_in_collective=not counts_tokens(config) and not on_cpu(),
+        num_distributed_optimizer_instances=instances,
         **_gathered_weights(config),
     )
 
 
+def counts_tokens(config: MegatronConfig) -> bool:
+    """Return whether the loss is a mean over all tokens of a step.
+
+    How many words of BERT are masked differs from microbatch to microbatch.
+    """
+    return config.calculate_per_token_loss or config.model.reads_masked_text
+
+
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+
+
 def optimizer_format_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return what the optimizer has to know of 8 bits (optimizer_config.py, fp8_recipe)."""
-    if config.fp8 is None:
-        return {}
-    gathered = _gathered_weights(config)
-    gathered.pop("fp8_param_gather", None)
-    return dict(fp8_recipe=config.fp8_recipe, **gathered)
+    """Return the types of the optimizer's state, and what it has to know of 8 bits
+    (optimizer_config.py, fp8_recipe)."""
+    settings: dict[str, Any] = {}
+    if config.use_precision_aware_optimizer:
+        narrow = config.precision == "bf16" and not config.grad_reduce_in_fp32
+        settings = dict(
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype=_TYPES[config.exp_avg_dtype],
+            exp_avg_sq_dtype=_TYPES[config.exp_avg_sq_dtype],
+            main_params_dtype=_TYPES[config.main_params_dtype],
+            main_grads_dtype=torch.bfloat16 if narrow else torch.float32,
+            # a copy in fp16 has no remainder of bf16 (FusedAdam of TransformerEngine)
+            store_param_remainders=config.main_params_dtype == "fp32",
+        )
+    if config.fp8 is not None:
+        settings |= dict(fp8_recipe=config.fp8_recipe, **_gathered_weights(config))
+        settings.pop("fp8_param_gather", None)
+    return settings
 
 
 def _gathered_weights(config: MegatronConfig) -> dict[str, Any]:
@@ -120,6 +147,19 @@ def message_settings(config: MegatronConfig) -> dict[str, Any]:
     if config.cross_entropy_loss_fusion:
         # `native` is compiled by torch and needs no library
         settings |= dict(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+    return settings
+
+
+def attention_settings(config: MegatronConfig) -> dict[str, Any]:
+    """Return the kernels of attention, and how ranks of one sequence exchange keys and values.
+
+    Heads are exchanged among near ranks before keys and values go around a ring of such groups
+    (transformer_config.py, cp_comm_type; Fang and Zhao 2024, arXiv 2405.07719).
+    """
+    settings: dict[str, Any] = dict(attention_backend=AttnBackend[config.attention_backend])
+    if sizes := config.hierarchical_context_parallel_sizes:
+        both = dict(hierarchical_context_parallel_sizes=list(sizes), cp_comm_type="a2a+p2p")
+        settings |= both
     return settings
 
 

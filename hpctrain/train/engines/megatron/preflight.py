@@ -28,6 +28,7 @@ _MULTIPLES_OF_BLOCKS = (32, 32)
 def option_problems(config: MegatronConfig) -> Iterator[Problem]:
     """Yield every option that cannot be had with the others."""
     yield from _layer_problems(config)
+    yield from _sharing_problems(config)
     yield from _format_problems(config)
     yield from _memory_problems(config)
     yield from _message_problems(config)
@@ -47,6 +48,12 @@ def _layer_problems(config: MegatronConfig) -> Iterator[Problem]:
         # gradient_accumulation_fusion comes with TransformerEngine's layers (model.py)
         "`defer_embedding_wgrad_compute`": config.defer_embedding_wgrad_compute,
     }
+    kernels = config.attention_backend
+    needing |= {
+        "`use_precision_aware_optimizer`": config.use_precision_aware_optimizer,
+        f"`attention_backend: {kernels}`": kernels not in ("auto", "local"),
+        "`hierarchical_context_parallel_sizes`": bool(config.hierarchical_context_parallel_sizes),
+    }
     if config.recompute_granularity == "selective":
         # tensor_parallel/random.py, CheckpointWithoutOutput, has names of TransformerEngine
         for part in ("layernorm", "moe_act", "mla_up_proj"):
@@ -56,6 +63,49 @@ def _layer_problems(config: MegatronConfig) -> Iterator[Problem]:
             f"{setting} needs TransformerEngine's layers, and the run has megatron-core's own",
             hint="leave `engine.implementation` at auto, with `software.transformer_engine: true` "
             "in the profile",
+        )
+
+
+def _sharing_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Check the optimizer's instances and types, and the levels of context parallelism."""
+    instances, sizes = (
+        config.num_distributed_optimizer_instances,
+        config.hierarchical_context_parallel_sizes,
+    )
+    if config.attention_backend == "local" and config.transformer_impl != "local":
+        # language_module.py, _set_attention_backend: no kernel of TransformerEngine is left
+        yield Problem("`attention_backend: local` needs `engine.implementation: local`")
+    if not config.use_distributed_optimizer:
+        for name, given in {
+            "use_precision_aware_optimizer": config.use_precision_aware_optimizer,
+            "num_distributed_optimizer_instances": instances > 1,
+        }.items():
+            if given:
+                yield Problem(f"`{name}` needs the distributed optimizer: `optimizer.zero: 1`")
+    types = (config.exp_avg_dtype, config.exp_avg_sq_dtype, config.main_params_dtype)
+    if not config.use_precision_aware_optimizer and set(types) != {"fp32"}:
+        # optimizer_config.py: "can only be fp32 when not using precision-aware optimizer"
+        yield Problem(
+            "exp_avg_dtype, exp_avg_sq_dtype and main_params_dtype need "
+            "`use_precision_aware_optimizer`"
+        )
+    replicas = config.context_parallel_size * config.data_parallel_size
+    ranks, ep = config.tensor_model_parallel_size * replicas, config.expert_model_parallel_size
+    copies = {"dp x cp": replicas}
+    if config.model.moe is not None:
+        copies["of experts"] = ranks // (config.expert_tensor_ranks * ep)
+    for what, count in copies.items():
+        if count % instances:
+            # parallel_state.py: "Data parallel size should be divisible by partial DistOpt shard
+            # factor", and the same of experts
+            yield Problem(
+                f"`num_distributed_optimizer_instances` {instances} does not divide the {count} "
+                f"replicas {what}"
+            )
+    if sizes is not None and sizes[0] * sizes[1] != config.context_parallel_size:
+        yield Problem(
+            f"`hierarchical_context_parallel_sizes` {sizes[0]} x {sizes[1]} is not the "
+            f"context_parallel_size {config.context_parallel_size}"
         )
 
 

@@ -237,6 +237,7 @@ class MegatronSnapshot:
             "layout": layout_of(self.config),
             "bucket_size": self._bucket_size,
             "expert_parallel": self.config.expert_model_parallel_size,
+            "state_types": state_types(self.config),
             "transformer_engine": uses_transformer_engine(self.config),
         }
         return state
@@ -272,6 +273,7 @@ class MegatronSnapshot:
             about = common[_RUN_KEY]
         check_sample_order(sample_order(self.config), about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
+        check_state_types(self.config, about.get("state_types"), directory)
         check_layers(self.config, about.get("transformer_engine"), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
         # only the kind that it was saved with can be loaded
@@ -386,6 +388,28 @@ def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> 
         message = f"expert_model_parallel_size was {saved} and is now {now}"
         hint = "optimizer state cannot move between 1 and more than 1"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def state_types(config: MegatronConfig) -> list[str] | None:
+    """Return the types of a precision-aware optimizer's state; None for any other."""
+    types: list[str] = [config.exp_avg_dtype, config.exp_avg_sq_dtype, config.main_params_dtype]
+    return types if config.use_precision_aware_optimizer else None
+
+
+def check_state_types(config: MegatronConfig, saved: list[str] | None, directory: Path) -> None:
+    """Raise InvalidInputError if the optimizer's state has other types than it was saved with.
+
+    A precision-aware one may store the lower 16 bits of a weight (optimizer_config.py,
+    store_param_remainders), which are no number to any other.
+    """
+    now = state_types(config)
+    if saved == now:
+        return
+    before, after = (" ".join(one) if one else "no such optimizer" for one in (saved, now))
+    message = f"was saved with types {before}, and is now resumed with {after}"
+    hint = "leave `use_precision_aware_optimizer`, `exp_avg_dtype`, `exp_avg_sq_dtype` and "
+    hint += "`main_params_dtype` as they were"
+    raise InvalidInputError([Problem(message, str(directory), hint=hint)])
 
 
 def check_layers(config: MegatronConfig, saved: bool | None, directory: Path) -> None:

@@ -8,7 +8,7 @@ belong here: how the module is wrapped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,66 @@ def seed_dropout(seed: int, rank: int) -> None:
 # -- Build torch's AdamW, with the weight decay and the clipping of the other engines ------------
 
 
-def build_optimizer(config: NativeConfig, module: Any) -> torch.optim.AdamW:
-    """Build AdamW for the trainable parameters; no weight decay on biases and norms."""
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Updates matrices by torch's Muon and all other weights by AdamW, with one state.
+
+    `parts` keep no groups and no state of their own: loading replaces those of this one.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        groups = [
+            dict(group, part=number)
+            for number, part in enumerate(parts)
+            for group in part.param_groups
+        ]
+        super().__init__(groups, {})
+        self._parts = parts
+
+    def step(self, closure: Any = None) -> None:
+        for number, part in enumerate(self._parts):
+            part.param_groups = [one for one in self.param_groups if one["part"] == number]
+            part.state = self.state
+            part.step()
+
+
+def build_optimizer(config: NativeConfig, module: Any) -> torch.optim.Optimizer:
+    """Build the optimizer of the trainable parameters; no weight decay on biases and norms.
+
+    Muon's rate is such that updates are as large as AdamW's (Liu et al. 2025, arXiv 2502.16982,
+    section 2.2), so that both have one rate and one decay.
+    """
+    groups = parameter_groups(config, module)
+    if config.optimizer == "adamw":
+        return _adamw(config, groups)
+    ends = {id(one) for one in _end_weights(module)}
+    matrices = [p for p in groups[0]["params"] if p.ndim == 2 and id(p) not in ends]
+    taken = {id(one) for one in matrices}
+    rest = [
+        dict(group, params=[one for one in group["params"] if id(one) not in taken])
+        for group in groups
+    ]
+    muon = torch.optim.Muon(
+        [dict(groups[0], params=matrices)],
+        momentum=config.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonAndAdamW(muon, _adamw(config, [group for group in rest if group["params"]]))
+
+
+def _end_weights(module: Any) -> Iterator[Any]:
+    """Yield weights of embeddings and of the output layer, which are no matrices between layers."""
+    whole = getattr(module, "module", module)
+    for part in whole.modules():
+        if isinstance(part, torch.nn.Embedding):
+            yield part.weight
+    output = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    if output is not None:
+        yield output.weight
+
+
+def _adamw(config: NativeConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        parameter_groups(config, module),
+        groups,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,

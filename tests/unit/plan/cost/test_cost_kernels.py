@@ -354,6 +354,8 @@ ONE_GPU = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "accumulation")
             dict(
                 **dict.fromkeys(ONE_GPU, 1),
                 full_share=1,
+                instances=1,
+                near_context=1,
                 again_core_attn=1,
                 pipeline_outside=1,
                 element_bytes=2,
