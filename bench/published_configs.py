@@ -22,7 +22,14 @@ from hpctrain.engines.conversion import unconvertible
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.abilities.trainable import untrainable_fields
 from hpctrain.plan.model.parameters import total_parameters
-from hpctrain.spec.families import Reading, family_of, read_config
+from hpctrain.spec.families import (
+    Reading,
+    countable,
+    family_of,
+    missing_part,
+    read_config,
+)
+from hpctrain.train.engines.models.count import count
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "families" / "published.jsonl"
@@ -66,17 +73,22 @@ def rows() -> Iterator[Row]:
 def bring(name: str, published: int | None, config: dict[str, Any]) -> Row:
     """Read, plan and judge one config.json."""
     family = family_of(config)
-    if family is None:
-        return Row(name, str(config.get("model_type")), remark="not known")
-    reading = read_config(config, family)
-    remark = "; ".join(f"`{key}` {why}" for key, why in reading.refused)
+    kind = str(config.get("model_type")) if family is None else family.name
+    reading = None if family is None else read_config(config, family)
+    figures, remark = None, ""
+    if reading is None or reading.refused:
+        if not countable(config):
+            return Row(name, kind, remark="not known")
+        figures, refused = count(config), reading.refused if reading is not None else ()
+        part = missing_part(config) or "; ".join(f"`{key}` {why}" for key, why in refused)
+        reading, remark = None, f"counted: {part}"
     engines, parameters, plan = [], None, ""
     with TemporaryDirectory() as directory:
         place = Path(directory)
         (place / "config.json").write_text(json.dumps(config))
         for engine in _ENGINES:
             try:
-                found, text = _plan(place, engine, _beside(reading, engine))
+                found, text = _plan(place, engine, _beside(reading, figures, engine))
             except InvalidInputError as error:
                 remark = remark or error.problems[0].message
                 continue
@@ -87,16 +99,21 @@ def bring(name: str, published: int | None, config: dict[str, Any]) -> Row:
             plan = plan or text
             if not untrainable_fields(found):
                 engines.append(engine)
-    unknown = ", ".join(f"`{key}`" for key, _ in reading.unknown)
+    unknown = ", ".join(f"`{key}`" for key, _ in reading.unknown) if reading else ""
     remark = remark or (f"kept for the class: {unknown}" if unknown else "")
-    if reading.fields.get("mtp_layers"):
+    if reading is not None and reading.fields.get("mtp_layers"):
         remark = "; ".join(filter(None, [remark, "all but megatron with `mtp_layers: 0`"]))
     converts = not unconvertible(config)
-    return Row(name, family.name, parameters, published, tuple(engines), plan, converts, remark)
+    return Row(name, kind, parameters, published, tuple(engines), plan, converts, remark)
 
 
-def _beside(reading: Reading, engine: str) -> str:
-    """Fields beside the config: the length, and no prediction layers where the class has none."""
+def _beside(reading: Reading | None, figures: dict[str, Any] | None, engine: str) -> str:
+    """Fields beside the config: the length, figures of a count, and no prediction layers where the
+    class has none."""
+    if reading is None:
+        assert figures is not None
+        own = {"seq": min(_TOKENS, figures.get("max_seq", _TOKENS)), **figures}
+        return "".join(f", {key}: {json.dumps(value)}" for key, value in own.items())
     if reading.family.name in ("vit", "resnet"):
         return ""
     seq = min(_TOKENS, int(reading.fields.get("max_seq", _TOKENS)))

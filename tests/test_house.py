@@ -45,6 +45,7 @@ PURE = (*PURE, "page", "trials", "report", "adopt", "export", "serve/plan", "ser
 # Of those rooms, the files around that read, beside their commands.
 READING = (
     *("spec/loader.py", "spec/families/expand.py", "spec/reference.py", "diagnose/of_run.py"),
+    "spec/families/remote_code.py",
     *("export/metrics.py", "export/exported_run.py", "report/collect.py"),
     *("report/service_report.py", "report/team_report.py"),
     *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),

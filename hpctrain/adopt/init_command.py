@@ -24,6 +24,11 @@ _MOST = 64  # characters of a name with its value in the table
 @click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--model", "-m", metavar="NAME|DIR", help="A published model, or a config.json.")
 @click.option(
+    "--remote-code",
+    metavar="DIGEST",
+    help="Of --model: run the code beside its config.json, if it has this digest.",
+)
+@click.option(
     "--trainer",
     metavar="ADAPTER",
     help="Instead: a program of your own, by its framework (`hpctrain adapters`).",
@@ -47,6 +52,7 @@ _MOST = 64  # characters of a name with its value in the table
 def init(
     file: Path | None,
     model: str | None,
+    remote_code: str | None,
     trainer: str | None,
     source: Path | None,
     data: str | None,
@@ -81,6 +87,7 @@ def init(
         return
     if source is not None:
         given = {"model": model, "trainer": trainer, "data": data, "tokenizer": tokenizer}
+        given["remote-code"] = remote_code
         for option, value in (given | {"tokens": tokens, "engine": engine}).items():
             if value is not None:
                 raise click.UsageError(f"--{option} is not for --from: edit the spec")
@@ -88,6 +95,7 @@ def init(
         return
     if trainer is not None:
         given = {"model": model, "data": data, "tokenizer": tokenizer, "tokens": tokens}
+        given["remote-code"] = remote_code
         for option, value in (given | {"engine": engine}).items():
             if value is not None:
                 raise click.UsageError(f"--{option} is for hpctrain's engines, not for --trainer")
@@ -108,7 +116,7 @@ def init(
         if not asking:
             raise click.UsageError("give a --model (`hpctrain init --list`), or use a terminal")
         model = click.prompt("Model (a name of `hpctrain init --list`, or a directory)", err=True)
-    chosen = named_model(model, file.parent if file is not None else Path())
+    chosen = named_model(model, file.parent if file is not None else Path(), remote_code)
     if note := unknown_note(chosen.shape):
         say(note)
     if data is None and asking:

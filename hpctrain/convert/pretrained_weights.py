@@ -32,7 +32,7 @@ from hpctrain.engines.conversion import shape_described, unconvertible
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.records.conversions import ConversionReport, Form
 from hpctrain.spec.families import WeightRow
-from hpctrain.spec.families.settings import family_by
+from hpctrain.spec.families.settings import family_by, type_of
 from hpctrain.spec.model import ModelSpec
 
 
@@ -134,7 +134,7 @@ def report_of(
         source=str(source),
         target="",
         form=form,
-        model_type=family_by(model).model_types[0],
+        model_type=type_of(model),
         parameters=total_parameters(model.model_copy(update={"mtp_layers": 0})),
         dtype=str(dtype).removeprefix("torch."),
         merged_lora=merged_lora,

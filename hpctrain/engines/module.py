@@ -44,9 +44,10 @@ class ModuleConfig(TrainConfig):
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
-        """The directory of the weights, and the tokenizer for masked language modeling."""
-        masked = self.task == "masked_language_modeling"
-        paths = (self.pretrained, self.tokenizer if masked else None)
+        """The directories of weights and code, and the tokenizer for masked language modeling."""
+        masked, counted = self.task == "masked_language_modeling", self.model.counted
+        code = counted.remote_code.directory if counted and counted.remote_code else None
+        paths = (self.pretrained, self.tokenizer if masked else None, code)
         return tuple(path for path in paths if path is not None)
 
     @property

@@ -32,6 +32,7 @@ from hpctrain.records.datasets import (
     sidecar_path,
 )
 from hpctrain.records.shares import parts_without_documents, parts_without_rows, split_hint
+from hpctrain.spec.families.remote_code import unchanged_code
 from hpctrain.spec.families.settings import classes_of, disagreements
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.run import RunSpec
@@ -40,6 +41,7 @@ from hpctrain.spec.run import RunSpec
 def check_inputs(spec: Loaded[RunSpec]) -> None:
     """Raise InvalidInputError for everything that would end the job as soon as it starts."""
     check_pretrained(spec)
+    check_code(spec)
     check_samples(spec)
 
 
@@ -57,6 +59,20 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
     if problems:
         raise InvalidInputError(
             [spec.problem(field, f"`{field}`: {one.message}", one.hint) for one in problems]
+        ) from None
+
+
+def check_code(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError if a model's own code is not what was allowed to run."""
+    counted = spec.document.model.counted
+    if counted is None or counted.remote_code is None:
+        return
+    try:
+        unchanged_code(Path(counted.remote_code.directory), counted.remote_code.digest)
+    except InvalidInputError as error:
+        field = "model.counted.remote_code"
+        raise InvalidInputError(
+            [spec.problem(field, f"`{field}`: {one}", one.hint) for one in error.problems]
         ) from None
 
 

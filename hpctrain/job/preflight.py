@@ -32,7 +32,7 @@ from hpctrain.base.errors import (
 )
 from hpctrain.base.units import short_bytes
 from hpctrain.job.footprint import footprint_of
-from hpctrain.job.input_checks import check_pretrained, check_samples, sidecar_notes
+from hpctrain.job.input_checks import check_code, check_pretrained, check_samples, sidecar_notes
 from hpctrain.job.prepare import (
     Prepared,
     PreparedRun,
@@ -260,6 +260,9 @@ def input_checks(
     if document.model.pretrained is not None:
         words = f"{document.model.pretrained} has the model of the spec"
         weights.append(_tried(spec, "model.pretrained", words, check_pretrained))
+    if document.model.counted is not None and document.model.counted.remote_code is not None:
+        words = "the model's own code is what was read"
+        weights.append(_tried(spec, "model.counted.remote_code", words, check_code))
     return (
         _data(spec),
         *weights,

@@ -10,19 +10,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import InvalidInputError, Problem, UsageError
+from hpctrain.base.module_subprocess import ModuleProgram, run_module
 from hpctrain.base.units import short_bytes
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.abilities.trainable import builds
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
+from hpctrain.spec.families import countable, family_of, missing_part, read_config
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.loader import load_adapter, load_model, load_presets
 from hpctrain.spec.model import ModelSpec
@@ -50,6 +54,8 @@ _FINE_TUNING_TOKENS = 1e9
 _FINE_TUNING_RATE = 2e-5  # Touvron et al. 2023 (arXiv 2307.09288), section 3.1
 # A short budget takes smaller batches than these, for the sake of so many steps.
 _LEAST_STEPS = 500
+# Prints the figures of a model that the class of transformers alone knows.
+_COUNT, _COUNT_SECONDS = "hpctrain.train.engines.models.count", 600
 _IMAGE_STEPS, _IMAGE_BATCH, _IMAGE_RATE = 10_000, 1024, 1e-3
 
 
@@ -78,10 +84,11 @@ class Wishes:
     name: str | None = None
 
 
-def named_model(name: str, beside: Path = Path()) -> Model:
+def named_model(name: str, beside: Path = Path(), code: str | None = None) -> Model:
     """Return a published model, or the one that a directory of Hugging Face describes.
 
-    `beside`: the directory of the spec, from which it names a config.json.
+    `beside`: the directory of the spec, from which it names a config.json. `code`: the digest of
+    the code beside that file, which may be run.
 
     Raises UsageError for an unknown name, InvalidInputError for a directory without a config.json
     that hpctrain understands.
@@ -89,7 +96,7 @@ def named_model(name: str, beside: Path = Path()) -> Model:
     path = Path(name)
     if path.name == "config.json" or path.is_dir():
         file = path if path.name == "config.json" else path / "config.json"
-        return _described_model(file, beside)
+        return _described_model(file, beside, code)
     found = load_presets().named(name)
     if found is None:
         names = [one.name for one in load_presets().presets]
@@ -100,8 +107,13 @@ def named_model(name: str, beside: Path = Path()) -> Model:
     return Model(found.name, found.name, f"{found.source}: {_summary(shape)}", shape)
 
 
-def _described_model(path: Path, beside: Path) -> Model:
-    shape = load_model(path, LONGEST_SEQ)
+def _described_model(path: Path, beside: Path, code: str | None) -> Model:
+    figures: dict[str, Any] = {}
+    try:
+        shape = load_model(path, LONGEST_SEQ)
+    except InvalidInputError as error:
+        figures = _counted(path, error, code)
+        shape = load_model(path, LONGEST_SEQ, figures)
     longest, seq = shape.max_seq, shape.seq
     with_weights = any(path.parent.glob("*.safetensors"))
     lines = [f"pretrained: {_scalar(str(path.parent))}"] if with_weights else []
@@ -109,12 +121,44 @@ def _described_model(path: Path, beside: Path) -> Model:
     if not shape.reads_images:
         made_for = "" if longest in (None, seq) else f"  # the model is made for {longest:,}"
         lines.append(f"seq: {seq}{made_for}")
+    lines += _nested(figures)
     text = "\n" + "\n".join(f"  {line}" for line in lines)
     name = "".join(
         char for char in path.absolute().parent.name.lower() if char.isalnum() or char in "-."
     )
     about = f"{path}: {_summary(shape)}"
     return Model(name or "model", text, about, shape, with_weights, str(path.absolute()))
+
+
+def _nested(values: dict[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        inside = isinstance(value, dict)
+        yield f"{name}:" if inside else f"{name}: {_scalar(value)}"
+        yield from (f"  {line}" for line in (_nested(value) if inside else ()))
+
+
+def _counted(path: Path, refusal: InvalidInputError, code: str | None) -> dict[str, Any]:
+    """Count a model whose parts cannot be read, by its class of transformers, in a process apart.
+
+    Raises `refusal` for what no class can be either, HpctrainError without the trainer's packages.
+    """
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        raise refusal from None
+    family = family_of(config) if isinstance(config, dict) else None
+    readable = family is not None and not read_config(config, family).refused
+    if not isinstance(config, dict) or readable or not countable(config):
+        raise refusal
+    if code is None and family is None and missing_part(config) is None:
+        raise refusal  # neither a class of transformers nor code that may be run
+    program = ModuleProgram(_COUNT, "init --model", "huggingface", sys.executable)
+    arguments = [str(path), *([code] if code is not None else [])]
+    ended = run_module(program, *arguments, timeout_seconds=_COUNT_SECONDS)
+    if ended.returncode:
+        why = [Problem(f"it cannot be counted: {ended.last_line}", str(path))]
+        raise InvalidInputError([*refusal.problems, *why]) from None
+    return dict(json.loads(ended.stdout))
 
 
 def trainer_text(name: str, run: str, gpus: int) -> str:

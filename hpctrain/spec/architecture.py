@@ -202,6 +202,39 @@ class MambaSpec(Document):
         return self.heads * self.head_dim
 
 
+# Digest with its algorithm.
+_DIGEST = "^sha256:[0-9a-f]{64}$"
+
+
+class RemoteCodeSpec(Document):
+    """Python files beside a config.json, which somebody has read and allows to run."""
+
+    directory: str = Field(pattern="^/", description="Where they are, for nodes too: absolute")
+    digest: str = Field(
+        pattern=_DIGEST, description="Of all of them; others are refused before the queue and there"
+    )
+
+
+class CountedSpec(Document):
+    """What the class of transformers says of a model whose parts the record has not."""
+
+    config: str = Field(
+        pattern=_DIGEST,
+        description="Digest of the config.json that was counted; `hpctrain init --model DIR` "
+        "writes this section",
+    )
+    parameters: int = Field(ge=1, le=10**15, description="Parameters, each once")
+    blocks: tuple[str, ...] = Field(
+        (),
+        description="Classes of its repeated blocks, which fsdp shards one by one; none: it shards "
+        "the model as one",
+    )
+    recomputes: bool = Field(description="Its blocks can be computed again (recompute: full)")
+    remote_code: RemoteCodeSpec | None = Field(
+        None, description="Code of the model's own, which its class is; absent: transformers has it"
+    )
+
+
 class LinearSpec(Document):
     """Linear attention: gated DeltaNet (arXiv 2412.06464), or lightning attention (2401.04658)."""
 

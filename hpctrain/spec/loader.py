@@ -165,17 +165,21 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     return _validated(RunSpec, parsed, _shown_name(path))
 
 
-def load_model(path: Path, most_tokens: int) -> ModelSpec:
+def load_model(
+    path: Path, most_tokens: int, figures: Mapping[str, object] | None = None
+) -> ModelSpec:
     """Read a `config.json` as the model of a spec whose samples have `most_tokens` at most.
 
-    Raises InvalidInputError with all problems, at their places in that file.
+    `figures`: fields of `model` beside it, those of a count. Raises InvalidInputError with all
+    problems, at their places in that file.
     """
     from hpctrain.spec.families.expand import expand_config
     from hpctrain.spec.model import ModelAlone
 
     start = SourcePlace(str(path), 1, 1)
     where = str(path).replace("$", "$$")
-    parsed = Parsed({"model": {"config": where}}, values={("model", "config"): start, (): start})
+    data = {"model": {"config": where, **(figures or {})}}
+    parsed = Parsed(data, values={("model", "config"): start, (): start})
     expand_config(parsed, Path())
     model = parsed.data["model"]
     if model.get("family") not in ("vit", "resnet"):  # their images say it

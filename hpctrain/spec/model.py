@@ -20,6 +20,7 @@ from hpctrain.spec.architecture import (
     MOST_TOKENS,
     MOST_WIDTH,
     AttentionSpec,
+    CountedSpec,
     LinearSpec,
     MambaSpec,
     Mixer,
@@ -28,7 +29,7 @@ from hpctrain.spec.architecture import (
     RopeSpec,
 )
 from hpctrain.spec.document import Contradiction, Document
-from hpctrain.spec.families import family_named, family_names
+from hpctrain.spec.families import OTHER, family_named, family_names
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.job_text import SubmitText
 
@@ -84,6 +85,11 @@ class ModelSpec(Document):
         None,
         description="The config.json of a published model, by its path (or that of its directory), "
         "or what stands in it: it gives every field that is not given here",
+    )
+    counted: CountedSpec | None = Field(
+        None,
+        description="A count of what `config` describes, where no family has its parts: the class "
+        "of transformers is trained; absent: the parts are read from `config`",
     )
     family: str = Field(
         "gpt",
@@ -247,7 +253,14 @@ class ModelSpec(Document):
 
     @property
     def ffn_size(self) -> int:
-        """Size of the dense MLP; that of one expert if no layer has a dense MLP."""
+        """Size of the dense MLP; that of one expert if no layer has a dense MLP.
+
+        Of a counted model: that with which a dense decoder has as many parameters.
+        """
+        if self.counted is not None:
+            tables = (1 if self.tied else 2) * self.vocab * self.hidden
+            each = (self.counted.parameters - tables) // self.layers - 4 * self.hidden**2
+            return max(1, each // (2 * self.hidden))
         if self.ffn is not None:
             return self.ffn
         if self.moe is not None and self.moe.dense_layers == 0:
@@ -344,6 +357,23 @@ class ModelSpec(Document):
         return self.bidirectional and not self.reads_images
 
     @property
+    def called(self) -> str:
+        """What it is, for messages: its family, or the type of a counted model."""
+        if self.counted is None:
+            return self.family
+        return f"model of type {(self.config or {}).get('model_type')}"
+
+    @property
+    def splits(self) -> bool:
+        """Whether anything but whole blocks is known of it, so that it can be split over ranks."""
+        return not self.reads_images and self.counted is None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it has blocks that can be computed again."""
+        return self.family != "resnet" and (self.counted is None or self.counted.recomputes)
+
+    @property
     def reads_images(self) -> bool:
         """Whether a sample is an image (ViT, ResNet); `vocab` is then the number of classes."""
         return self.family in ("vit", "resnet")
@@ -411,6 +441,8 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
     moe, mla = model.moe, model.mla
     if model.max_seq is not None and model.seq > model.max_seq and model.positions == "learned":
         yield f"seq {model.seq} is longer than the {model.max_seq} learned positions (max_seq)"
+    if model.counted is not None or model.family == OTHER:
+        yield from _counted_problems(model)
     if model.family == "resnet":
         yield from _resnet_problems(model)
     # experts, latent attention and token prediction are for causal language models
@@ -453,6 +485,27 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
             )
         if model.positions != "learned":
             yield "a ViT has learned positions: remove `positions`"
+
+
+# Of a counted model; everything else is the class's own.
+_OF_COUNTED = (
+    *("config", "counted", "family", "pretrained", "seq"),
+    *("layers", "hidden", "heads", "vocab", "max_seq", "tied"),
+)
+
+
+def _counted_problems(model: ModelSpec) -> Iterator[str]:
+    if model.counted is None or model.config is None or model.family != OTHER:
+        yield "a counted model has `config`, `counted` and no family: `hpctrain init --model DIR`"
+        return
+    if model.max_seq is not None and model.seq > model.max_seq:
+        yield f"seq {model.seq} is longer than the {model.max_seq} positions of its config.json"
+    family = family_named(OTHER)
+    assert family is not None
+    for name, field in ModelSpec.model_fields.items():
+        plain = family.choices.get(name, field.default)
+        if name not in _OF_COUNTED and getattr(model, name) != plain:
+            yield f"{name}: a counted model is what its config.json says, remove the field"
 
 
 def _resnet_problems(model: ModelSpec) -> Iterator[str]:

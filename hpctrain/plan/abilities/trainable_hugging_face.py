@@ -37,23 +37,28 @@ def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
 
 def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield problems of task, adapters and recomputation with the class of the model."""
-    model, task, family = spec.model, spec.learned_task, spec.model.family
+    model, task, name = spec.model, spec.learned_task, spec.model.called
     layers, tasks = family_by(model).linear_names, family_by(model).classes
     if task not in tasks:
-        yield "task", f"a {family} learns {' or '.join(tasks)}, not {task}"
+        yield "task", f"a {name} learns {' or '.join(tasks)}, not {task}"
     elif task == "classification" and not model.reads_images and model.classes is None:
         yield "task", "classification of texts needs `model.classes`, their number"
     elif task != "classification" and model.classes is not None:
         yield "model.classes", f"classes are for `task: classification`, not for {task}"
     if spec.lora is not None and not layers:
-        yield "lora", f"LoRA adapts linear layers, the blocks of a {family} have none"
+        yield "lora", f"LoRA adapts linear layers, none are known of a {name}"
     elif spec.lora is not None and spec.lora.targets != "all":
         unknown = ", ".join(sorted(set(spec.lora.targets) - set(layers)))
         if unknown:
-            message = f"a {family} has no linear layers {unknown}; it has {', '.join(layers)}"
+            message = f"a {name} has no linear layers {unknown}; it has {', '.join(layers)}"
             yield "lora.targets", message
-    if family == "resnet" and spec.recompute == "full":
-        yield "recompute", "a resnet has no blocks to compute again: say `none`"
+    if not model.recomputes and spec.recompute == "full":
+        yield "recompute", f"a {name} has no blocks to compute again: say `none`"
+    if model.counted is not None:
+        # the class may mix the tokens of neighbours without asking for their positions
+        for field, value in (("format", spec.data.format), ("documents", spec.data.documents)):
+            if value in ("packed", "separate"):
+                yield f"data.{field}", f"a {name} may not keep texts apart: not {value}"
 
 
 def _yaml(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hpctrain.spec.families import family_named, read_config
+from hpctrain.spec.families import family_named, missing_part, read_config
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.positions import shorten
 from hpctrain.spec.run import RunSpec
@@ -195,6 +195,9 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
 
 def missing_parts(model: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield (field of `model`, why megatron-core has it not)."""
+    if model.counted is not None:
+        yield "config", missing_part(model.config or {}) or "it is known by a count alone"
+        return
     for has, field, why in _MISSING:
         if has(model):
             yield field, why
@@ -294,7 +297,7 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
 def _unknown_names(model: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield the names of a config.json that only the class of transformers may know."""
     family = family_named(model.family)
-    if model.config is None or family is None:
+    if model.config is None or family is None or model.counted is not None:
         return
     for name, value in read_config(model.config, family).unknown:
         named = f"{shorten(name)} is {shorten(str(value))}"

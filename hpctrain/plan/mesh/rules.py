@@ -82,16 +82,16 @@ def possible_orders(spec: RunSpec, layout: Candidate) -> tuple[int, ...]:
 
 
 def _axis(name: Axis) -> Rule:
-    """Make the rule that the engine has this axis; models of images are never split over ranks."""
+    """Make the rule that the engine has this axis; not every model can be split over ranks."""
 
     def holds(spec: RunSpec, at: Columns) -> Mask | bool:
-        has = name in spec.engine.abilities.axes and not spec.model.reads_images
+        has = name in spec.engine.abilities.axes and spec.model.splits
         return has or np.asarray(getattr(at, name) == 1)
 
     def message(request: PlanRequest, at: Candidate) -> str:
         model, owner = request.spec.model, f"engine {request.spec.engine.name}"
-        if model.reads_images:
-            owner = f"a {model.family}, planned with data parallelism only,"
+        if not model.splits:
+            owner = f"a {model.called}, planned with data parallelism only,"
         return f"{owner} has no {name}: remove `parallel.{name}` {getattr(at, name)}"
 
     return Rule(f"engine has {name}", holds, message, field=f"parallel.{name}")

@@ -139,7 +139,7 @@ def stage_layer_parameters(model: ModelSpec, layout: Layout, split: Split, index
 
     Multi-token prediction layers count as layers of the last stage.
     """
-    if model.family == "resnet":
+    if model.family == "resnet" or model.counted is not None:
         return total_parameters(model)
     layers = _layers_of(split, layout, index)
     own = stage_parameters(model, layout, layers, first=False, last=False, final_norm=False)

@@ -436,8 +436,8 @@ def stage_parameters(
     Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
     mtp_process`), tied or not.
     """
-    if model.family == "resnet":
-        assert first and last, "a ResNet is planned with data parallelism only"
+    if model.family == "resnet" or model.counted is not None:
+        assert first and last, "it is planned with data parallelism only"
         return total_parameters(model)
     tp, ep, etp = layout.tp, layout.ep, layout.etp
     parameters = layers_parameters(model, layers, tp, ep, etp)
@@ -456,6 +456,8 @@ def total_parameters(model: ModelSpec) -> int:
 
     Multi-token prediction layers count; they are dropped after training.
     """
+    if model.counted is not None:
+        return model.counted.parameters
     if model.family == "resnet":
         return vision.resnet_parameters(model)
     layers = layers_parameters(model, range(model.layers), 1)

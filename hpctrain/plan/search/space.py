@@ -171,10 +171,10 @@ def _expert_splits(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def recompute_choices(spec: RunSpec) -> tuple[Recomputation, ...]:
-    """List ways to compute again: for `auto` all that are possible; a ResNet has no blocks."""
+    """List ways to compute again: for `auto` all that are possible."""
     if spec.recompute != "auto":
         return recomputations(spec, (spec.recompute,))
-    if spec.model.family == "resnet":
+    if not spec.model.recomputes:
         return recomputations(spec, ("none",))
     return recomputations(spec, _combinable(spec, spec.engine.abilities.recomputes))
 

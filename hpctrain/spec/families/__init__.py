@@ -9,6 +9,7 @@ Does not belong here: what parts are (`hpctrain.spec.architecture`), building a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ from hpctrain.spec.positions import shorten
 
 DIRECTORY = Path(__file__).resolve().parent
 # All files in one, each completed by those that it is like: read in a hundredth of the time.
-# `make golden` writes it (tests/golden/test_packaged_json.py), and `refused_types.yaml` into it.
+# `make golden` writes it (tests/golden/test_packaged_json.py), with both tables of other types.
 COMPILED = DIRECTORY / "families.json"
+
+# The family of models that are known by a count alone.
+OTHER = "other"
 
 Config = Mapping[str, Any]
 Role = Literal[
@@ -134,8 +138,8 @@ class Family(Document):
 
 
 def family_names() -> list[str]:
-    """List the families, sorted."""
-    return sorted(_tables()[0])
+    """List the families of which a spec can say the parts, sorted."""
+    return sorted({*_tables()[0]} - {OTHER})
 
 
 @cache
@@ -157,15 +161,37 @@ def unknown_type(config: Config) -> tuple[str, str | None]:
     kind = config.get("model_type")
     if kind is None:
         return "this is no config.json: it has no `model_type`", None
-    families, refused = _tables()
+    families, refused, _ = _tables()
     shown = _shown(kind)
-    if isinstance(kind, str) and kind in refused:
+    message = f"`model_type`: hpctrain does not know models of type {shown}"
+    if (part := missing_part(config)) is not None:
         own = "a program of your own can train it under hpctrain: `hpctrain explain trainer`"
-        return f"`model_type`: hpctrain does not know models of type {shown}: {refused[kind]}", own
+        return f"{message}: {part}", own if kind in refused else COUNT_IT
     types = [one for values in families.values() for one in values.get("model_types", ())]
     hint = did_you_mean(kind, types) if isinstance(kind, str) else None
     known = "give the fields of `model` yourself: `hpctrain explain model`"
-    return f"`model_type`: hpctrain does not know models of type {shown}", hint or known
+    return message, hint or known
+
+
+COUNT_IT = "to train its class of transformers, count it: `hpctrain init --model DIR` writes a spec"
+
+
+def missing_part(config: Config) -> str | None:
+    """Name the part for which a `config.json` is of no family; None where that is not known."""
+    _, refused, counted = _tables()
+    kind = config.get("model_type")
+    return {**refused, **counted}.get(kind) if isinstance(kind, str) else None
+
+
+def countable(config: Config) -> bool:
+    """Tell whether the class of a `config.json` may be a causal language model of texts."""
+    return isinstance(config.get("model_type"), str) and config["model_type"] not in _tables()[1]
+
+
+def config_digest(config: Config) -> str:
+    """Compute the digest of a `config.json`, whatever the order and spelling of its values."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 @cache
@@ -175,11 +201,12 @@ def block_classes() -> frozenset[str]:
 
 
 @cache
-def _tables() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Families by name, and why models of other types are none of them."""
+def _tables() -> tuple[dict[str, dict[str, Any]], dict[str, str], dict[str, str]]:
+    """Families by name, and why models of other types are none of them: those that are no causal
+    language models of texts, and those that can be counted."""
     read: Callable[[str], bytes] = cast(Any, __spec__).loader.get_data  # PEP 302, also from a zip
     document = json.loads(read(str(COMPILED)))
-    return document["families"], document["refused"]
+    return document["families"], document["refused"], document["counted"]
 
 
 # -- Read a `config.json` ------------------------------------------------------------------------

@@ -13,7 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.spec.families import family_of, put, read_config, unknown_type, value_at
+from hpctrain.spec.families import (
+    COUNT_IT,
+    OTHER,
+    config_digest,
+    countable,
+    family_of,
+    missing_part,
+    put,
+    read_config,
+    unknown_type,
+    value_at,
+)
+from hpctrain.spec.families.remote_code import own_code_problem
 from hpctrain.spec.job_text import UnsetNameError, expanded_text
 from hpctrain.spec.loader import read_text
 from hpctrain.spec.positions import Parsed, SourcePlace, parse_yaml
@@ -44,10 +56,24 @@ def expand_config(parsed: Parsed, directory: Path) -> None:
         parsed.problems.append(place.problem("`model.config`: this is no config.json"))
         parsed.broken.add((_MODEL,))
         return
-    family = family_of(value)
+    counted, family = model.get("counted"), family_of(value)
+    if counted is not None and countable(value):
+        if isinstance(counted, dict) and counted.get("config") != config_digest(value):
+            where = parsed.values.get((_MODEL, "counted", "config"), place)
+            message = "`model.counted`: this is the count of another config.json, or it has changed"
+            parsed.problems.append(where.problem(message, COUNT_IT))
+            parsed.broken.add((_MODEL,))
+        parsed.data[_MODEL] = {"family": OTHER, **model, _CONFIG: value}
+        return
     if family is None:
         where = places.get((*above, "model_type"), place)
-        parsed.problems.append(where.problem(*unknown_type(value)))
+        own = None
+        if missing_part(value) is None and places is not parsed.values:
+            try:
+                own = own_code_problem(value, Path(where.file).parent)
+            except InvalidInputError as error:
+                parsed.problems += error.problems
+        parsed.problems.append(where.problem(*(own or unknown_type(value))))
         parsed.broken.add((_MODEL,))
         return
 
@@ -88,7 +114,7 @@ def _read(text: str, directory: Path, place: SourcePlace) -> Parsed:
     try:
         file = path / _NAME if path.is_dir() else path
         content = read_text(file)
-    except ValueError as error:  # a NUL in it
+    except (ValueError, OSError) as error:  # a NUL in it, or too long a name
         raise InvalidInputError([place.problem(f"`model.config`: {error}")]) from None
     except InvalidInputError as error:
         (found,) = error.problems

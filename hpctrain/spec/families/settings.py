@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from hpctrain.spec.explain import explain
 from hpctrain.spec.families import (
+    OTHER,
     Config,
     Family,
     Reading,
@@ -54,6 +55,12 @@ def family_by(model: ModelSpec) -> Family:
     return family
 
 
+def type_of(model: ModelSpec) -> str:
+    """Return the `model_type` of a model's config.json."""
+    known = family_by(model).model_types
+    return known[0] if known else str((model.config or {})["model_type"])
+
+
 def fields_of(model: ModelSpec) -> dict[str, Any]:
     """List the fields of a model, nested as in a spec, also those that follow from others."""
     fields = model.model_dump(exclude_none=True, exclude={"config", "pretrained"})
@@ -66,9 +73,12 @@ def fields_of(model: ModelSpec) -> dict[str, Any]:
 def settings_of(model: ModelSpec) -> Settings:
     """List keyword arguments of the family's configuration class.
 
-    Where the spec has a `config.json`, its values, with those that the spec changes.
+    Where the spec has a `config.json`, its values, with those that the spec changes; of a counted
+    model they are untouched.
     """
     family = family_by(model)
+    if model.counted is not None:
+        return {**(model.config or {})}
     settings: Settings = write_config(fields_of(model), family)
     text: Config = {}
     if model.config is not None:
@@ -125,9 +135,12 @@ def classes_of(model: ModelSpec) -> int | None:
 def differences(model: ModelSpec) -> Iterator[tuple[str, object, object]]:
     """Yield (field, value of the spec, value of the class) where they differ.
 
-    The class is built from `settings_of`: what no setting can express shows as a difference.
+    The class is built from `settings_of`: what no setting can express shows as a difference. A
+    counted model is what its class is.
     """
     family = family_by(model)
+    if family.name == OTHER:
+        return
     try:
         _, theirs = _read(settings_of(model), family, model)
     except ValidationError as error:
@@ -178,6 +191,9 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     and the losses of a router, which a run chooses. A sequence may be shorter than the learned
     positions.
     """
+    if model.counted is not None:
+        same = config == model.config
+        return [] if same else ["config.json is not the one that was counted"]
     family = family_of(config)
     if family is None:
         return [unknown_type(config)[0]]
@@ -209,6 +225,11 @@ def unusable(error: ValidationError, reading: Reading) -> list[str]:
 
 def unknown_note(model: ModelSpec) -> str | None:
     """Name what a model's `config.json` has that hpctrain does not know; None if nothing."""
+    if model.counted is not None:
+        return (
+            f"hpctrain knows this {model.called} by a count alone: its time and the memory "
+            "of its activations are an estimate of a dense model of that size"
+        )
     if model.config is None:
         return None
     names = [name for name, _ in read_config(model.config, family_by(model)).unknown]

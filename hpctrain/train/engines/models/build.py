@@ -19,10 +19,12 @@ from torch import nn
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.spec.architecture import CountedSpec
 from hpctrain.spec.families import block_classes, text_config
 from hpctrain.spec.families.settings import family_by, fresh_settings, settings_of
 from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.allocation import allocate
+from hpctrain.train.engines.models.count import check_count, class_and_settings
 from hpctrain.train.engines.models.transformers_library import (
     class_named,
     hide_optional_packages,
@@ -34,9 +36,9 @@ from hpctrain.train.preflight import open_weights
 # -- Find the repeated blocks of a module, which are sharded, recomputed and adapted one by one --
 
 
-def blocks_of(module: nn.Module) -> list[Any]:
-    """Return the blocks in the order of the forward pass."""
-    names = block_classes()
+def blocks_of(module: nn.Module, counted: CountedSpec | None = None) -> list[Any]:
+    """Return the blocks in the order of the forward pass; `counted`: their classes are there."""
+    names = block_classes() if counted is None else counted.blocks
     return [child for child in module.modules() if type(child).__name__ in names]
 
 
@@ -129,7 +131,8 @@ def starts_whole(config: ModuleConfig) -> bool:
     Those of `model.pretrained` are read by transformers, and those of older versions and of state
     spaces (which copy sums of random numbers) come from torch's generator on the CPU.
     """
-    computed = config.model.mamba is not None or config.model.linear is not None
+    model = config.model
+    computed = model.mamba is not None or model.linear is not None or model.counted is not None
     return config.pretrained is not None or config.initial_weights == "generator" or computed
 
 
@@ -144,6 +147,7 @@ def build_on_meta(config: ModuleConfig, *, record: bool) -> Any:
             model_class, settings = _class_and_settings(config, open_weights(config))
             module = model_class._from_config(settings, dtype=torch.float32)
             module.tie_weights()  # transformers does not where no numbers are drawn
+            check_count(config.model, module)
             recorder.name_weights(module)
             if config.lora is not None:
                 module = add_adapters(config, config.lora, module)
@@ -162,6 +166,7 @@ def _whole_module(config: ModuleConfig) -> Any:
             module = load_model(model_class, settings, staged, new_head=new_head)
         else:
             module = model_class._from_config(settings, dtype=torch.float32)
+        check_count(config.model, module)
         if config.lora is not None:
             module = add_adapters(config, config.lora, module)
     return module.train()
@@ -183,8 +188,11 @@ def _class_and_settings(config: ModuleConfig, staged: Staged | None) -> tuple[An
     order in the backward pass.
     """
     model, family = config.model, family_by(config.model)
-    settings = _settings(model, None if staged is None else staged.config)
-    model_class = class_named(family.classes[config.task])
+    if model.counted is not None:
+        model_class, settings = class_and_settings(model.config or {}, model.counted.remote_code)
+    else:
+        settings = _settings(model, None if staged is None else staged.config)
+        model_class = class_named(family.classes[config.task])
     fast = getattr(model_class, "_supports_sdpa", False) and not config.deterministic_mode
     settings._attn_implementation = "sdpa" if fast else "eager"
     return model_class, settings
@@ -204,16 +212,6 @@ def enable_recomputation(config: ModuleConfig, module: Any) -> None:
     (transformers/modeling_utils.py)."""
     if config.activation_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def empty_model(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
-    """Build a causal language model on the meta device; `config`: its config.json, if any."""
-    family = family_by(model)
-    settings = class_named(family.settings)(**settings_of(model)) if config is None else None
-    if config is not None:
-        settings = class_named(family.settings).from_dict(dict(text_config(config, family)))
-    with torch.device("meta"), unset_weights():
-        return class_named(family.classes["language_modeling"])._from_config(settings)
 
 
 # -- Load a model with the weights of a local Hugging Face directory ----------------------------

@@ -102,7 +102,7 @@ def _sharded_module(config: NativeConfig, mesh: NativeMesh, *, initialize: bool)
         mp_policy=precision,
         offload_policy=offload,
     )
-    for block in blocks_of(module):
+    for block in blocks_of(module, config.model.counted):
         fully_shard(block, **policy)
     fully_shard(module, **policy)
     buffers = dict(module.named_buffers())
