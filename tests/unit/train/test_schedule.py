@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from hpctrain.engines.training import TrainConfig
 from hpctrain.train.schedule import learning_rate
 
 PLAN = dict(lr=1.0, min_lr=0.1, lr_warmup_steps=10, lr_decay_steps=110)
 
 
 def rate(step: int, **changes: Any) -> float:
-    config = SimpleNamespace(**{**PLAN, "lr_decay_style": "cosine", **changes})
-    return learning_rate(cast(Any, config), step)
+    values = {**PLAN, "lr_decay_style": "cosine", **changes}
+    return learning_rate(TrainConfig.model_construct(**values), step)
 
 
 @pytest.mark.parametrize(
