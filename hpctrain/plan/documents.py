@@ -80,17 +80,29 @@ class BatchSplit(Document):
     ramp: tuple[RampStage, ...] = Field((), exclude_if=lambda stages: not stages)
 
     @property
+    def ramp_steps(self) -> int:
+        """Steps before the first one of a whole batch."""
+        return sum(one.steps for one in self.ramp)
+
+    def shares(self, step_seconds: float | None) -> tuple[tuple[int, float], ...]:
+        """List (number of steps, share of a whole step) of the ramp: by time, or by samples."""
+        return tuple(
+            (one.steps, one.step_seconds / step_seconds)
+            if step_seconds and one.step_seconds
+            else (one.steps, one.global_batch / self.global_batch)
+            for one in self.ramp
+        )
+
+    @property
     def train_samples(self) -> int:
         """Sequences of the whole run."""
-        ramped = sum(one.steps for one in self.ramp)
         of_ramp = sum(one.steps * one.global_batch for one in self.ramp)
-        return of_ramp + (self.train_steps - ramped) * self.global_batch
+        return of_ramp + (self.train_steps - self.ramp_steps) * self.global_batch
 
     def seconds(self, step_seconds: float) -> float:
         """Sum the steps of the whole run, of which a whole batch takes `step_seconds`."""
-        ramped = sum(one.steps for one in self.ramp)
         of_ramp = sum(one.steps * (one.step_seconds or 0.0) for one in self.ramp)
-        return of_ramp + step_seconds * (self.train_steps - ramped)
+        return of_ramp + step_seconds * (self.train_steps - self.ramp_steps)
 
 
 class Stage(Document):

@@ -10,13 +10,12 @@ from trial_runs import (
     PLAIN,
     TOLERANCE,
     ZERO,
-    ZERO_PP2,
     MakeTrial,
     assert_near,
     assert_resumes_exactly,
     trained,
 )
-from variants import varied
+
 
 # Steps of 2, 2, 4, 6, 8 and 8 samples.
 RAMP: dict[str, Any] = dict(rampup_batch_size=(2, 2, 12), micro_batch_size=1)
