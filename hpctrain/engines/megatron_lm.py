@@ -275,7 +275,7 @@ def _batches(config: MegatronLmConfig, *, ramps_up: bool) -> Arguments:
     sizes: Arguments = {"rampup-batch-size": config.rampup_batch_size}
     if grows and not ramps_up:
         stages = config.batch_sizes.stages
-        steps = [f"{one.first_sample * config.seq_length}:{one.size}" for one in stages]
+        steps = [f"{one.first_sample * config.seq_length}:{one.samples}" for one in stages]
         sizes = {
             "global-batch-size": None,
             "step-batch-size-schedule": " ".join(steps),

@@ -25,9 +25,9 @@ _MOST_INCREMENTS = 1000  # each is planned for itself
 
 @dataclass(frozen=True)
 class BatchStage:
-    """Steps of one size; `first_step` steps and `first_sample` samples come before them."""
+    """Steps of as many samples; `first_step` steps and `first_sample` samples come before them."""
 
-    size: int
+    samples: int
     first_step: int
     first_sample: int
 
@@ -46,29 +46,29 @@ class BatchSizes:
 
     def size_after(self, steps: int) -> int:
         """Return the batch of the step that follows `steps` steps."""
-        return self._stage(steps).size
+        return self._stage(steps).samples
 
     def samples_after(self, steps: int) -> int:
         """Count the samples of the first `steps` steps."""
         stage = self._stage(steps)
-        return stage.first_sample + (steps - stage.first_step) * stage.size
+        return stage.first_sample + (steps - stage.first_step) * stage.samples
 
     def steps_for(self, samples: int) -> int:
         """Count the steps that consume at least `samples` samples."""
         at = bisect_right(self.stages, samples, key=lambda one: one.first_sample) - 1
         stage = self.stages[at]
-        return stage.first_step - (-(samples - stage.first_sample) // stage.size)
+        return stage.first_step - (-(samples - stage.first_sample) // stage.samples)
 
     def ramp(self, steps: int) -> list[tuple[int, int]]:
         """List (size, number of steps) of all stages but the last, within `steps` steps."""
         ends = [min(after.first_step, steps) for after in self.stages[1:]]
-        counts = [(one.size, end - one.first_step) for one, end in zip(self.stages, ends)]  # noqa: B905
+        counts = [(one.samples, end - one.first_step) for one, end in zip(self.stages, ends)]  # noqa: B905
         return [(size, count) for size, count in counts if count > 0]
 
     @property
     def all(self) -> tuple[int, ...]:
         """The batches that occur, in their order."""
-        return tuple(stage.size for stage in self.stages)
+        return tuple(stage.samples for stage in self.stages)
 
     @property
     def common_divisor(self) -> int:

@@ -5,18 +5,21 @@ megatron's losses are those of ddp from the same weights: test_models_convert_fa
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 from megatron_lm_trials import PACKAGE, UNMEASURED, make_real_trial
 from test_trainer_stops import _is_asked_to_stop
 from trial_runs import (
     GPT,
     LIMIT_SECONDS,
     PLAIN,
+    PLAIN_LLAMA,
     TOLERANCE,
     ZERO,
     ZERO_TP2_PP2,
@@ -32,6 +35,7 @@ from variants import varied
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.manifest import checkpoint_name, read_manifest
 from hpctrain.records.run_records import TrainerExit
+from hpctrain.spec.batch import batch_sizes
 
 # Steps of 2, 2, 4, 6, 8 and 8 samples.
 RAMP: dict[str, Any] = dict(rampup_batch_size=(2, 2, 12), micro_batch_size=1)
@@ -46,6 +50,24 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepspeed, ZeRO 3": {**ZERO, **RAMP, "zero_stage": 3},
     "deepspeed, tp 2, two stages": dict(ZERO_TP2_PP2, **RAMP),
 }
+
+
+def test_stages_are_those_of_megatron_core() -> None:
+    """Its calculator, asked for each step; it divides in floats."""
+    draw = random.Random(7)
+    for _ in range(300):
+        start, increment, count = draw.randint(1, 30), draw.randint(1, 9), draw.randint(1, 49)
+        samples = draw.choice([draw.randint(1, 50), draw.randint(1, 5000)])
+        size, consumed = start + count * increment, 0
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            size, 1, 1, False, 1, start, increment, samples
+        )
+        sizes = batch_sizes(size, (start, increment, samples))
+        for step in range(100):
+            calculator.update(consumed, False)
+            assert sizes.size_after(step) == calculator.current_global_batch_size
+            assert (sizes.samples_after(step), sizes.steps_for(consumed)) == (consumed, step)
+            consumed += calculator.current_global_batch_size
 
 
 def note_samples() -> None:
@@ -76,7 +98,7 @@ def test_a_stop_amid_the_ramp_does_not_show(name: str, trial: MakeTrial) -> None
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_losses_are_those_of_one_process(name: str) -> None:
     whole = trained(ENGINES[name])
-    base = {"megatron": GPT, "deepspeed, tp 2, two stages": {**PLAIN, "model": whole.config.model}}
+    base = {"megatron": GPT, "deepspeed, tp 2, two stages": PLAIN_LLAMA}
     one = trained(base.get(name, PLAIN), **RAMP)
     assert_near(whole, one, 1, norm=10 * TOLERANCE)
     assert [row.learning_rate for row in whole.rows] == [row.learning_rate for row in one.rows]
@@ -101,7 +123,7 @@ def test_preempted_and_resumed_on_fewer_ranks(name: str, trial: MakeTrial) -> No
     fewer = trial(ENGINES[name], data_parallel_size=1).goes_on(stopped, step, prepare=note_samples)
     assert_near(fewer, whole, step + 1, norm=10 * TOLERANCE)
     assert first + read_by(fewer.said) == [*range(30)]
-    assert stopped.train(resume=step, epoch=1) == [0, 0]
+    assert stopped.train(resume=step) == [0, 0]
     assert stopped.exact == whole.exact
 
 

@@ -110,7 +110,7 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
 
 
 def _ramps_up(config: MegatronLmConfig) -> bool:
-    """Check whether the checkout knows `--rampup-batch-size`, which newer ones accept and ignore."""
+    """Check whether the checkout follows `--rampup-batch-size`; newer ones accept and ignore it."""
     if config.rampup_batch_size is None:
         return True
     source = Path(config.checkout, "megatron/core/num_microbatches_calculator.py")
