@@ -142,8 +142,9 @@ class _Bringing:
     def growing(self) -> BatchSizes | None:
         """The batches of the steps; None where all are the same, or one is not known."""
         paths = ("global", "ramp_up.start", "ramp_up.increment", "ramp_up.samples")
-        numbers = [self.fields.get(f"batch.{path}", (None,))[0] for path in paths]
-        if not all(isinstance(one, int) and one > 0 for one in numbers):
+        given = [self.fields.get(f"batch.{path}", (None,))[0] for path in paths]
+        numbers = [one for one in given if isinstance(one, int) and one > 0]
+        if len(numbers) < len(paths):
             return None
         size, start, increment, samples = numbers
         if size <= start or (size - start) % increment:

@@ -6,6 +6,7 @@ Belongs here: the document and its reader. Does not belong here: what the settin
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -205,6 +206,12 @@ class SuperviseConfig(_Settings):
     commands: CommandSettings | None = None
     serves: bool = False
     served_progress_seconds: float = 600.0
+
+    @property
+    def step_growth(self) -> float:
+        """How many times as long as the step before it a step may be, because the batch grows."""
+        shares = [share for _, share in self.ramp] + [1.0]
+        return max((after / before for before, after in pairwise(shares)), default=1.0)
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -61,8 +62,10 @@ class BatchSizes:
 
     def ramp(self, steps: int) -> list[tuple[int, int]]:
         """List (size, number of steps) of all stages but the last, within `steps` steps."""
-        ends = [min(after.first_step, steps) for after in self.stages[1:]]
-        counts = [(one.samples, end - one.first_step) for one, end in zip(self.stages, ends)]  # noqa: B905
+        counts = [
+            (one.samples, min(after.first_step, steps) - one.first_step)
+            for one, after in pairwise(self.stages)
+        ]
         return [(size, count) for size, count in counts if count > 0]
 
     @property
