@@ -50,7 +50,7 @@ def _fsdp(loop: Loop, engine: Any, samples: Any) -> None:
     total = 0.0
     for last, batch in _batches(loop, samples):
         engine.module.set_requires_gradient_sync(last)
-        loss = _mean_loss(engine.module, batch) / loop.job.config.microbatches()
+        loss = _mean_loss(engine.module, batch) / loop.job.config.microbatches
         loss.backward()
         total += loss.detach()
     clip_grad_norm_(engine.module.parameters(), loop.job.config.clip_grad)
@@ -64,7 +64,7 @@ def _ddp(loop: Loop, engine: Any, samples: Any) -> None:
     for last, batch in _batches(loop, samples):
         with contextlib.nullcontext() if last else engine.module.no_sync():
             with _autocast(loop, batch):
-                loss = _mean_loss(engine.module, batch) / loop.job.config.microbatches()
+                loss = _mean_loss(engine.module, batch) / loop.job.config.microbatches
             loss.backward()
         total += loss.detach()
     clip_grad_norm_(engine.module.parameters(), loop.job.config.clip_grad)
@@ -91,7 +91,7 @@ def _deepspeed(loop: Loop, engine: Any, samples: Any) -> None:
 
 def _batches(loop: Loop, samples: Any) -> Iterator[tuple[bool, Any]]:
     """This rank's microbatches, and whether it is the last one."""
-    last = loop.job.config.microbatches() - 1
+    last = loop.job.config.microbatches - 1
     for number, batch in enumerate(samples.microbatches(_following(loop))):
         yield number == last, batch
 

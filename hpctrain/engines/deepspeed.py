@@ -109,7 +109,7 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
     settings: dict[str, Any] = dict(
         train_batch_size=config.global_batch_size,
         train_micro_batch_size_per_gpu=config.micro_batch_size,
-        gradient_accumulation_steps=config.microbatches(),
+        gradient_accumulation_steps=config.microbatches,
         gradient_clipping=config.clip_grad,
         optimizer=dict(
             type="AdamW",

@@ -224,9 +224,13 @@ class TrainConfig(Document):
         """How many samples each step has."""
         return batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
-    def microbatches(self, samples: int | None = None) -> int:
-        """Count the microbatches of a step on each data-parallel rank; None: of a whole batch."""
-        samples = self.global_batch_size if samples is None else samples
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step of the whole batch on each data-parallel rank."""
+        return self.microbatches_of(self.global_batch_size)
+
+    def microbatches_of(self, samples: int) -> int:
+        """Count the microbatches of a step of so many samples on each data-parallel rank."""
         return samples // (self.micro_batch_size * self.data_parallel_size)
 
     def schedule_count(self, steps: int) -> int:

@@ -155,7 +155,7 @@ class ZeroEngine(DeepSpeedEngineBase):
         self.set_batch(samples)
         nominal, count = (
             nominal_labels(self.config, samples),
-            self.config.microbatches(len(samples)),
+            self.config.microbatches_of(len(samples)),
         )
         scale, last = self.mesh.replicas / nominal, count - 1
         losses = LossTotals(count, self.mesh.device, self.mesh.data)
@@ -284,7 +284,7 @@ class PipelineEngine(DeepSpeedEngineBase):
         means = [
             self.inner.eval_batch(
                 self._batches(validation, evaluated_samples(config, number)),
-                num_micro_batches=config.microbatches(),
+                num_micro_batches=config.microbatches,
             )
             for number in batches
         ]

@@ -324,7 +324,7 @@ class MegatronEngine:
             forward_step_func=self.step,
             data_iterator=iterators,
             model=self.model.wrapped if several else self.model.wrapped[0],
-            num_microbatches=self.config.microbatches(len(samples)),
+            num_microbatches=self.config.microbatches_of(len(samples)),
             seq_length=self.config.seq_length,
             micro_batch_size=self.config.micro_batch_size,
             forward_only=forward_only,

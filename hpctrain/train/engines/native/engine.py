@@ -137,7 +137,7 @@ class NativeEngine(ModuleEngine):
         rate = self.set_next_rate(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         nominal = nominal_labels(self.config, samples)
-        scale, microbatches = self.mesh.size / nominal, self.config.microbatches(len(samples))
+        scale, microbatches = self.mesh.size / nominal, self.config.microbatches_of(len(samples))
         losses = LossTotals(microbatches, self.mesh.device)
         for number, batch in enumerate(self.data.training.microbatches(samples)):
             with self._gradient_sync(number == microbatches - 1):
