@@ -129,6 +129,7 @@ def test_preempted_and_resumed_on_fewer_ranks(name: str, trial: MakeTrial) -> No
     assert stopped.exact == whole.exact
 
 
+@pytest.mark.variant("test_a_stop_amid_the_ramp_does_not_show")
 def test_another_ramp_is_another_order_of_samples(trial: MakeTrial) -> None:
     whole = trained(ENGINES["fsdp"])
     other = trial(ENGINES["fsdp"], rampup_batch_size=(4, 2, 12))
