@@ -35,7 +35,7 @@ def _megatron(loop: Loop, engine: Any, samples: Any) -> None:
     for chunk in engine.model.wrapped:
         chunk.zero_grad_buffer()
     optimizer.inner.zero_grad()
-    reports = engine.run(samples, loop.position.consumed_samples, forward_only=False)
+    reports = engine.run(samples, _following(loop), forward_only=False)
     updated, _, _ = optimizer.inner.step()
     if updated:
         optimizer.schedule.step(increment=1)
@@ -92,8 +92,14 @@ def _deepspeed(loop: Loop, engine: Any, samples: Any) -> None:
 def _batches(loop: Loop, samples: Any) -> Iterator[tuple[bool, Any]]:
     """This rank's microbatches, and whether it is the last one."""
     last = loop.job.config.microbatches - 1
-    for number, batch in enumerate(samples.microbatches(loop.position.consumed_samples)):
+    for number, batch in enumerate(samples.microbatches(_following(loop))):
         yield number == last, batch
+
+
+def _following(loop: Loop) -> range:
+    """The samples of the step that follows."""
+    first = loop.position.consumed_samples
+    return range(first, first + loop.job.config.global_batch_size)
 
 
 def _mean_loss(module: Any, batch: Any) -> Any:

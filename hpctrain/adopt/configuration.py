@@ -18,6 +18,7 @@ from typing import Any, Literal
 from hpctrain.adopt.draft import tree_of
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.site.profile_text import Stated, profile_text
+from hpctrain.spec.batch import BatchSizes, batch_sizes
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES, abilities_of
 from hpctrain.spec.fields import annotation_at, members
 from hpctrain.spec.loader import load_presets
@@ -133,8 +134,22 @@ class _Bringing:
             given = next((one[0] for one in steps if one is not None), None)
             if given is None and (samples := self.number("train-samples")) is not None:
                 given = samples / (self.number("global-batch-size") or math.inf)
+                given = self.growing.steps_for(round(samples)) if self.growing else given
             return given
         return number_of(self.value(name))
+
+    @property
+    def growing(self) -> BatchSizes | None:
+        """The batches of the steps; None where all are the same, or one is not known."""
+        paths = ("global", "ramp_up.start", "ramp_up.increment", "ramp_up.samples")
+        given = [self.fields.get(f"batch.{path}", (None,))[0] for path in paths]
+        numbers = [one for one in given if isinstance(one, int) and one > 0]
+        if len(numbers) < len(paths):
+            return None
+        size, start, increment, samples = numbers
+        if size <= start or (size - start) % increment:
+            return None
+        return batch_sizes(size, (start, increment, samples))
 
     @property
     def model_gpus(self) -> int:
@@ -231,8 +246,14 @@ class _Bringing:
         for other, factor, divides in factors:
             if factor is None and (other.startswith("@") or divides):
                 raise _NoMeaningError(f"it needs {other.lstrip('@').replace('_', ' ')}")
-            if factor is not None:
+            if factor is None:
+                continue
+            from_samples = divides or other == "@decay_steps"
+            if self.growing is None or not from_samples or path == "schedule.wsd_decay_steps":
                 value = value / factor if divides else value * factor
+                continue
+            samples = value if divides else value * self.growing.samples_after(round(factor))
+            value = self.growing.steps_for(round(samples))
         if factors:
             value = _typed(path, value, rounded=True)
         if row.whole and not (isinstance(value, int | float) and value == int(value) and value > 0):
@@ -355,6 +376,12 @@ def _betas(_: _Bringing, path: str, value: Any) -> Found:
     first, second = value
     yield path, _typed(path, first)
     yield "optimizer.beta2", _typed("optimizer.beta2", second)
+
+
+def _ramp_up(_: _Bringing, path: str, value: Any) -> Found:
+    for name, word in zip(("start", "increment", "samples"), value, strict=True):
+        field = path.replace("start", name)
+        yield field, _typed(field, word)
 
 
 def _minutes(_: _Bringing, path: str, value: Any) -> Found:
@@ -520,6 +547,7 @@ _READERS: Mapping[str, Callable[[_Bringing, str, Any], Found]] = {
     "numbers": _numbers,
     "of_muon": _of_muon,
     "published": _published,
+    "ramp_up": _ramp_up,
     "run_name": _run_name,
     "seconds": _seconds,
     "stage_in_name": _stage_in_name,

@@ -146,6 +146,13 @@ def gather(
             planned = Planned(spec.document, profile.document, plan)
     except (OSError, InvalidInputError):
         planned = plan = None
+    unplanned = "not readable"
+    if planned is not None and (ramp_steps := planned.plan.batch.ramp_steps):
+        rows = [row for row in rows if row.step > ramp_steps] or rows
+        if not rows or rows[-1].step <= ramp_steps:
+            planned, unplanned = None, "of larger steps than these: the batch still grows"
+        elif times is not None and times.first_step <= ramp_steps:
+            times = None
     traces: list[TraceSummary] = []  # of the newest launch that has any
     for path in trace_files(layout.traces)[:MOST_TRACES]:
         summary = read_trace(path)
@@ -160,7 +167,7 @@ def gather(
     read.append(ReadFile(file="metrics.jsonl", words=f"{len(rows)} steps"))
     read.append(ReadFile(file="saves.jsonl", words=f"{len(saves)} saves"))
     if planned is None and not isinstance(plan, TrainerPlan):
-        read.append(ReadFile(file="plan.json", words="not readable"))
+        read.append(ReadFile(file="plan.json", words=unplanned))
     for one in traces:
         first, last = one.steps[0], one.steps[-1]
         steps = f"{first}" if len(one.steps) == 1 else f"{first}-{last}"

@@ -82,8 +82,12 @@ def megatron_lm_config(job: TrainingJob) -> MegatronLmConfig:
     )
 
 
-def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False) -> tuple[str, ...]:
+def arguments(
+    config: MegatronLmConfig, places: Places, *, on_cpu: bool = False, ramps_up: bool = True
+) -> tuple[str, ...]:
     """Render the arguments of `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
+
+    `ramps_up`: the checkout reads `--rampup-batch-size`; the main line of 2026 ignores it.
 
     The user's own arguments override the defaults.
     """
@@ -91,6 +95,7 @@ def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False)
         **_model(config),
         **_layout(config),
         **_settings(config),
+        **_batches(config, ramps_up=ramps_up),
         **_training(config),
         **_data(config, places),
         **_checkpoints(config, places),
@@ -282,14 +287,9 @@ def _training(config: MegatronLmConfig) -> Arguments:
     elif config.recompute_granularity == "selective":
         recompute = {"recompute-modules": config.recompute_modules}
     return {
-        **_same(config, "micro_batch_size", "global_batch_size"),
-        "train-iters": config.train_steps,
         **_same(config, "lr", "min_lr"),
         "lr-decay-style": "WSD" if config.lr_decay_style == "wsd" else config.lr_decay_style,
-        "lr-wsd-decay-iters": config.wsd_decay_steps,
         "lr-wsd-decay-style": config.lr_wsd_decay_style if config.wsd_decay_steps else None,
-        "lr-warmup-iters": config.lr_warmup_steps,
-        "lr-decay-iters": config.lr_decay_steps,
         "bf16": config.precision == "bf16",
         **_same(config, "deterministic_mode", "seed"),
         "optimizer": config.optimizer,
@@ -300,6 +300,33 @@ def _training(config: MegatronLmConfig) -> Arguments:
         "optimizer-cpu-offload": config.optimizer_cpu_offload,
         "recompute-granularity": config.recompute_granularity,
         **recompute,
+    }
+
+
+def _batches(config: MegatronLmConfig, *, ramps_up: bool) -> Arguments:
+    """Set batches, budget and schedule: in steps, or in samples where the batch grows.
+
+    arguments.py, validate_args: a ramp-up is for `--train-samples`. A step-wise schedule, whose
+    thresholds are tokens and strictly grow, excludes `--global-batch-size`.
+    """
+    grows = config.rampup_batch_size is not None
+    unit, count = ("samples" if grows else "iters"), config.schedule_count
+    sizes: Arguments = {"rampup-batch-size": config.rampup_batch_size}
+    if grows and not ramps_up:
+        stages = config.batch_sizes.stages
+        steps = [f"{one.first_sample * config.seq_length}:{one.samples}" for one in stages]
+        sizes = {
+            "global-batch-size": None,
+            "step-batch-size-schedule": " ".join(steps),
+            "eval-global-batch-size": config.global_batch_size,
+        }
+    return {
+        **_same(config, "micro_batch_size", "global_batch_size"),
+        **sizes,
+        f"train-{unit}": count(config.train_steps),
+        f"lr-wsd-decay-{unit}": config.wsd_decay_count,
+        f"lr-warmup-{unit}": count(config.lr_warmup_steps),
+        f"lr-decay-{unit}": count(config.lr_decay_steps),
     }
 
 

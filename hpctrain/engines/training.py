@@ -12,8 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from pydantic import Field
+
 from hpctrain.base.units import Duration
 from hpctrain.plan.layout_words import Axis
+from hpctrain.spec.batch import BatchSizes, batch_sizes
 from hpctrain.spec.data import Documents
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import abilities_of
@@ -83,6 +86,10 @@ class TrainConfig(Document):
     # batch and budget
     micro_batch_size: int
     global_batch_size: int
+    # the first batch, the increment, and the samples over which it grows; None: it does not
+    rampup_batch_size: tuple[int, int, int] | None = Field(
+        None, exclude_if=lambda ramp: ramp is None
+    )
     train_steps: int
     # the device of all ranks; None in the files of the first versions: a GPU where there is one
     accelerator: Literal["cuda", "cpu"] | None = None
@@ -205,9 +212,34 @@ class TrainConfig(Document):
         return None if self.replays_graphs else self.messages_interval_steps
 
     @property
+    def wsd_decay_count(self) -> int | None:
+        """How far the schedule goes in the decay of `wsd`; None without one."""
+        if self.wsd_decay_steps is None:
+            return None
+        begin = self.schedule_count(self.lr_decay_steps - self.wsd_decay_steps)
+        return self.schedule_count(self.lr_decay_steps) - begin
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """How many samples each step has."""
+        return batch_sizes(self.global_batch_size, self.rampup_batch_size)
+
+    @property
     def microbatches(self) -> int:
-        """Microbatches per step on each data-parallel rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+        """Microbatches of a step of the whole batch on each data-parallel rank."""
+        return self.microbatches_of(self.global_batch_size)
+
+    def microbatches_of(self, samples: int) -> int:
+        """Count the microbatches of a step of so many samples on each data-parallel rank."""
+        return samples // (self.micro_batch_size * self.data_parallel_size)
+
+    def schedule_count(self, steps: int) -> int:
+        """Return how far the learning-rate schedule is after `steps` steps.
+
+        It counts steps, and samples where batches grow, as Megatron-LM does (training.py,
+        get_optimizer_param_scheduler).
+        """
+        return steps if self.rampup_batch_size is None else self.batch_sizes.samples_after(steps)
 
 
 def messages_interval_steps(job: TrainingJob) -> int | None:
@@ -238,6 +270,7 @@ def shared_config(job: TrainingJob) -> TrainConfig:
         data_parallel_size=plan.layout.dp,
         micro_batch_size=plan.batch.micro_batch,
         global_batch_size=plan.batch.global_batch,
+        rampup_batch_size=spec.batch.megatron_ramp_up,
         train_steps=plan.batch.train_steps,
         accelerator=plan.accelerator,
         # fp8 and fp4 are formats of matrix products among bf16 ones; pydantic refuses fp16

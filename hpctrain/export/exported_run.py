@@ -170,8 +170,8 @@ def exported_run(
     # As many failures as the plan expects, plus three standard deviations of that (Poisson)
     # number, plus those that the spec allows without progress. JobSet never counts down.
     restarts = spec.supervise.failures_without_progress
-    if plan.step_seconds is not None and mttf_seconds:
-        expected = plan.step_seconds * plan.batch.train_steps / mttf_seconds
+    if plan.training_seconds is not None and mttf_seconds:
+        expected = plan.training_seconds / mttf_seconds
         restarts += math.ceil(expected + _DEVIATIONS * math.sqrt(expected))
 
     # Copies of data lie below the scratch directory of a Slurm job.

@@ -112,7 +112,7 @@ def plan_option(
         return Option(spec.resources.gpus, refusal=error)
     seconds = time.perf_counter() - start
     facts = run_facts(decision.job)
-    if facts is None or facts.step_seconds * facts.train_steps > before_seconds:
+    if facts is None or facts.training_seconds > before_seconds:
         return Option(spec.resources.gpus, decision, seconds)
     try:
         predicted = forecast_run(decision.job, facts)

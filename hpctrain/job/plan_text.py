@@ -12,6 +12,7 @@ from hpctrain.job.render.job_options import continuation_line, continuation_prob
 from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.plan.documents import (
     TOLD_APART,
+    BatchSplit,
     Certainty,
     Change,
     Explanation,
@@ -73,7 +74,8 @@ def plan_lines(plan: Plan, width: int = LINE_WIDTH) -> list[str]:
         *entry(
             "Batch",
             f"{batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
-            f"{batch.accumulation} x dp {plan.layout.dp}, {per_step(plan):,} {plan.unit} a step",
+            f"{batch.accumulation} x dp {plan.layout.dp}, {per_step(plan):,} {plan.unit} a step"
+            f"{_ramp_words(batch)}",
             width,
         ),
         *entry(
@@ -179,6 +181,15 @@ def short_count(count: int) -> str:
     return str(count)
 
 
+def _ramp_words(batch: BatchSplit) -> str:
+    if not batch.ramp:
+        return ""
+    return (
+        f"; before, {batch.ramp_steps:,} smaller steps, from {batch.ramp[0].global_batch:,} to "
+        f"{batch.ramp[-1].global_batch:,}"
+    )
+
+
 def per_step(plan: Plan) -> int:
     """Count the tokens of one step, or its images."""
     batch = plan.batch
@@ -263,7 +274,7 @@ def seconds_text(seconds: float) -> str:
 
 def _run(plan: Plan) -> str:
     batch = plan.batch
-    whole = batch.train_steps * per_step(plan)
+    whole = batch.train_samples * per_step(plan) // batch.global_batch
     parts = [f"{batch.train_steps:,} steps = {whole:,} {plan.unit}"]
     if plan.prediction is not None:
         hours = f"{plan.prediction.gpu_hours:,.0f} GPU-hours of training"
@@ -481,9 +492,11 @@ def forecast_lines(forecast: Forecast, width: int = LINE_WIDTH) -> list[str]:
     times = forecast.times
     slices = f" · {forecast.slices:,} time slices" if forecast.slices > 1 else ""
     waiting = f" + {days(times.waiting_seconds)} of waiting" if times.waiting_seconds >= 0.5 else ""
+    grows = times.training_seconds < 0.9999 * forecast.steps * forecast.step_seconds
+    times_or_to = "of up to" if grows else "x"
     time = (
         f"{days(times.total_seconds)} on average = {days(times.training_seconds)} of training "
-        f"({forecast.steps:,} steps x {short_duration(forecast.step_seconds)}) at "
+        f"({forecast.steps:,} steps {times_or_to} {short_duration(forecast.step_seconds)}) at "
         f"{forecast.ettr:.1%} effective time{waiting}{slices}"
     )
     overheads = [

@@ -95,7 +95,8 @@ class StallLimits:
         seen = self._silences.get(phase, ())
         if not self._config.learn_stalls or len(seen) < _LEAST_SEEN:
             return cap
-        return min(max(_FACTOR * max(seen), _FLOORS_SECONDS.get(phase, cap)), cap)
+        factor = _FACTOR * self._config.step_growth
+        return min(max(factor * max(seen), _FLOORS_SECONDS.get(phase, cap)), cap)
 
 
 class SilenceMonitor:

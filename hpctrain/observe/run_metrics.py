@@ -260,8 +260,8 @@ def _collected(
         out.put("goodput_ratio", account.day.last, window="day")
     if account is not None and account.gpu_hours is not None:
         out.put("gpu_seconds", account.gpu_hours * 3600)
-        if plan is not None and plan.step_seconds is not None:
-            gpu_seconds = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size
+        if plan is not None and plan.training_seconds is not None:
+            gpu_seconds = plan.training_seconds * plan.layout.world_size
             out.put("planned_gpu_seconds", gpu_seconds)
         if isinstance(spec, RunSpec) and spec.budget.gpu_hours is not None:
             out.put("budget_used_ratio", account.gpu_hours / spec.budget.gpu_hours)

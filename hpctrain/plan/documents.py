@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from pydantic import Field
+
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Axis, Offload, Order
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import Precision, RecomputeModule
@@ -56,14 +58,51 @@ class Layout(Document):
         return " · ".join(shown)
 
 
+class RampStage(Document):
+    """Steps of a smaller batch, before those of the whole one; their time, if it is predicted."""
+
+    global_batch: int
+    steps: int
+    step_seconds: float | None = None
+
+
 class BatchSplit(Document):
-    """global = micro x accumulation x dp, in sequences per optimizer step."""
+    """global = micro x accumulation x dp, in sequences per optimizer step.
+
+    `ramp` has the steps of `train_steps` whose batch is smaller; it has as many microbatches fewer.
+    """
 
     global_batch: int
     micro_batch: int
     accumulation: int
     train_steps: int
     tokens_per_step: int
+    ramp: tuple[RampStage, ...] = Field((), exclude_if=lambda stages: not stages)
+
+    @property
+    def ramp_steps(self) -> int:
+        """Steps before the first one of a whole batch."""
+        return sum(one.steps for one in self.ramp)
+
+    def shares(self, step_seconds: float | None) -> tuple[tuple[int, float], ...]:
+        """List (number of steps, share of a whole step) of the ramp: by time, or by samples."""
+        return tuple(
+            (one.steps, one.step_seconds / step_seconds)
+            if step_seconds and one.step_seconds
+            else (one.steps, one.global_batch / self.global_batch)
+            for one in self.ramp
+        )
+
+    @property
+    def train_samples(self) -> int:
+        """Sequences of the whole run."""
+        of_ramp = sum(one.steps * one.global_batch for one in self.ramp)
+        return of_ramp + (self.train_steps - self.ramp_steps) * self.global_batch
+
+    def seconds(self, step_seconds: float) -> float:
+        """Sum the steps of the whole run, of which a whole batch takes `step_seconds`."""
+        of_ramp = sum(one.steps * (one.step_seconds or 0.0) for one in self.ramp)
+        return of_ramp + step_seconds * (self.train_steps - self.ramp_steps)
 
 
 class Stage(Document):
@@ -274,6 +313,11 @@ class Plan(RunPlan):
     unit: Literal["tokens", "images"] = "tokens"
     search: SearchCounts | None = None
     model_flops_per_step: float
+
+    @property
+    def training_seconds(self) -> float | None:
+        """The time of all steps, smaller ones of a ramp-up included; None: not predicted."""
+        return None if self.step_seconds is None else self.batch.seconds(self.step_seconds)
 
     @property
     def learned(self) -> int:

@@ -245,18 +245,19 @@ def _node_share_problems(resources: ResourcesSpec, profile: ClusterProfile) -> I
 
 
 def gpu_hour_problems(
-    spec: RunSpec, profile: ClusterProfile, step_seconds: float | None
+    spec: RunSpec, profile: ClusterProfile, training_seconds: float | None
 ) -> list[Refusal]:
     """Compare the GPU-hours of a run with what the site allows one run.
 
-    `step_seconds` is the predicted time of a step; None: an attempt of `resources.walltime` counts.
+    `training_seconds` is the predicted time of all steps; None: an attempt of `resources.walltime`
+    counts.
     """
     limit, walltime = profile.limits.max_gpu_hours, spec.resources.walltime
     gpus = spec.resources.gpus + spec.resources.spare_nodes * profile.gpu.per_node
-    if limit is None or (step_seconds is None and walltime is None):
+    if limit is None or (training_seconds is None and walltime is None):
         return []
-    if step_seconds is not None:
-        hours, what = gpus * spec.train_steps * step_seconds / 3600, "predicted for the run"
+    if training_seconds is not None:
+        hours, what = gpus * training_seconds / 3600, "predicted for the run"
     else:
         hours, what = gpus * float(walltime or 0) / 3600, "of one attempt"
     if hours <= limit:

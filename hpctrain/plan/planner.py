@@ -15,7 +15,7 @@ from hpctrain.base.errors import DoesNotFitError, LimitError, Refusal
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.cost.prediction import candidate_memory, candidate_peak, predict
+from hpctrain.plan.cost.prediction import candidate_memory, candidate_peak, predict, priced_split
 from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import RECOMPUTES, Goal, Layout, NodeRequest, Plan
 from hpctrain.plan.explain import fill_level, reasons, warnings
@@ -30,7 +30,7 @@ from hpctrain.plan.limits import (
     size_problems,
     usable_gpus,
 )
-from hpctrain.plan.mesh.candidate import Candidate, Columns, batch_split, candidate_of, settled
+from hpctrain.plan.mesh.candidate import Candidate, Columns, candidate_of, settled
 from hpctrain.plan.mesh.placement import (
     island_warnings,
     nvlink_domain,
@@ -126,7 +126,7 @@ def decide(request: PlanRequest) -> Decision:
             hint += "recipes have it"
         raise kind(refused, hint)
     plan = _assemble(found, row)
-    if too_long := gpu_hour_problems(spec, profile, plan.step_seconds):
+    if too_long := gpu_hour_problems(spec, profile, plan.training_seconds):
         raise LimitError(too_long)
     return Decision(request, found, row, plan)
 
@@ -248,7 +248,7 @@ def _assemble(found: Found, row: int) -> Plan:
         layout=layout,
         layout_origin="auto" if spec.parallel == "auto" else "spec",
         nodes=nodes,
-        batch=batch_split(spec, layout.dp, candidate.micro_batch),
+        batch=priced_split(request, candidate),
         recompute=candidate.mode,
         recompute_modules=candidate.modules,
         recompute_layers=(candidate.recompute_layers or None) if candidate.mode == "full" else None,

@@ -6,6 +6,7 @@ Belongs here: the document and its reader. Does not belong here: what the settin
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -139,7 +140,8 @@ class SuperviseConfig(_Settings):
     `launcher`: what srun's tasks are: ranks, agents of our engines, or agents of a trainer of its
     own. These follow files: some plugins of Slurm send a signal to every process of a step
     (proctrack/linuxproc), and a trainer that does not catch it would die.
-    `target_step`: None where the run ends with a file and not at a step.
+    `target_step`: None where the run ends with a file and not at a step. `ramp`: where the batch
+    grows, (number of steps, their time as a share of a whole step's) of each smaller batch.
     `life`: what shows that ranks are alive, and is missing for `stall_seconds` in a hang: their
     steps, or anything that a trainer without steps prints or writes.
     `shapes` is ordered from the planned size to the smallest; empty means the size in the script
@@ -164,6 +166,7 @@ class SuperviseConfig(_Settings):
     schema_version: Literal[1] = 1
     run_id: str
     target_step: int | None
+    ramp: tuple[tuple[int, float], ...] = Field((), exclude_if=lambda ramp: not ramp)
     launcher: Literal["srun", "torchrun", "agent"] = "srun"
     continuation: Literal["requeue", "chain", "singleton", "array", "none"]
     continuation_jobs: int = 8
@@ -203,6 +206,12 @@ class SuperviseConfig(_Settings):
     commands: CommandSettings | None = None
     serves: bool = False
     served_progress_seconds: float = 600.0
+
+    @property
+    def step_growth(self) -> float:
+        """How many times as long as the step before it a step may be, because the batch grows."""
+        shares = [share for _, share in self.ramp] + [1.0]
+        return max((after / before for before, after in pairwise(shares)), default=1.0)
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -178,6 +178,9 @@ def usual_rows(counted: Sequence[StepMetrics]) -> list[StepMetrics]:
 def speed_of(counted: Sequence[StepMetrics], plan: Plan | None) -> MeasuredSpeed | None:
     """Find the usual speed of a run; None before its second step."""
     usual = usual_rows(counted)
+    # what a plan promises is a whole batch
+    ramp_steps = plan.batch.ramp_steps if plan else 0
+    usual = [row for row in usual if row.step > ramp_steps] or usual
     if not usual:
         return None
     seconds_of_step = median_known(row.step_seconds for row in usual)

@@ -137,8 +137,8 @@ def _planned(run: RunFiles) -> Planned | None:
         nodes = str(plan.nodes)
         return Planned(layout=plan.title, nodes=nodes, step_seconds=None, gpu_hours=None)
     gpu_hours = None
-    if plan.step_seconds is not None:
-        gpu_hours = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size / 3600
+    if plan.training_seconds is not None:
+        gpu_hours = plan.training_seconds * plan.layout.world_size / 3600
     return Planned(
         layout=str(plan.layout),
         nodes=str(plan.nodes),

@@ -212,6 +212,8 @@ def _status_row(one: ObservedRun) -> RunStatus:
             steps = published_steps(run.layout.checkpoints)
             checkpoint_step = max((n for n in steps if n <= checkpoint_step), default=None)
     eta_seconds = left * rates.step_seconds if running and left and rates.step_seconds else None
+    if eta_seconds is not None and config is not None and config.ramp and step and left:
+        eta_seconds *= growth_of_steps(config.ramp, step, left)
     ahead = at_risk = None
     if eta_seconds is not None:
         limit = queued.time_limit_seconds if queued else None
@@ -238,6 +240,20 @@ def _status_row(one: ObservedRun) -> RunStatus:
         stale=running and age is not None and config is not None and age > config.stall_seconds,
         owner=run.owner_name,
     )
+
+
+def growth_of_steps(ramp: Sequence[tuple[int, float]], step: int, left: int) -> float:
+    """Return how much longer than step `step` the mean of the next `left` ones will be.
+
+    `ramp`: (number of steps, share of a whole step) of the smaller ones that begin the run.
+    """
+    now, ahead, begin = 1.0, float(left), 0
+    for steps, share in ramp:
+        end = begin + steps
+        now = share if begin < step <= end else now
+        ahead -= (1 - share) * max(0, min(end, step + left) - max(begin, step))
+        begin = end
+    return ahead / (now * left)
 
 
 def queue_ahead_seconds(

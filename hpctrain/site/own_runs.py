@@ -185,9 +185,10 @@ def _allowed(spec: RunSpec) -> RunSpec:
 def counted_rows(layout: RunLayout, plan: Plan) -> list[StepMetrics]:
     """Select the steps that show the speed of the planned layout.
 
-    Left out: the first steps of each launch, steps in which something was saved, evaluated or
-    profiled and the ones behind saves, launches on other numbers of nodes than planned or with a
-    part that their check has found slow, and steps that something else has held up.
+    Left out: smaller steps of a ramp-up, the first steps of each launch, steps in which something
+    was saved, evaluated or profiled and the ones behind saves, launches on other numbers of nodes
+    than planned or with a part that their check has found slow, and steps that something else has
+    held up.
     """
     other = _other_launches(layout, plan)
     saved = {save.step for save in read_saves(layout)}
@@ -206,6 +207,7 @@ def counted_rows(layout: RunLayout, plan: Plan) -> list[StepMetrics]:
             if not row.profiled
             and row.eval_loss is None
             and row.step not in saved
+            and row.step > plan.batch.ramp_steps
             and row.step_seconds is not None
         ]
     if not kept:

@@ -1,6 +1,6 @@
-"""The data and batch sections of a run spec.
+"""The data section of a run spec.
 
-Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file, the formats
+Belongs here: the fields of `data`. Does not belong here: reading any file, the formats
 that a model can train on (see `hpctrain.plan.abilities.trainable`).
 """
 
@@ -172,18 +172,3 @@ class DataSpec(Document):
         """Mean and standard deviation of each color: one number for all of them, or three."""
         mean, std = _PHOTOGRAPHS if self.format == "images" else _PLAIN
         return self.mean or mean, self.std or std
-
-
-class BatchSpec(Document):
-    """How many sequences make one optimizer step."""
-
-    global_: int = Field(
-        alias="global", ge=1, le=1_000_000_000, description="Sequences per step, over all GPUs"
-    )
-    micro: int | Literal["auto"] = Field("auto", description="Sequences per GPU and microbatch")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.micro != "auto" and self.micro < 1:
-            raise ValueError("micro must be at least 1, or `auto`")
-        return self

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from hpctrain.base.units import ByteSize, Duration, TokenCount
 from hpctrain.spec.architecture import MlaSpec as MlaSpec
 from hpctrain.spec.architecture import MoeSpec as MoeSpec
-from hpctrain.spec.data import BatchSpec as BatchSpec
+from hpctrain.spec.batch import BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Contradiction, Document
@@ -658,7 +658,7 @@ def _steps(budget: BudgetSpec, batch: BatchSpec, model: ModelSpec | None) -> int
     if budget.steps is not None:
         return budget.steps
     assert budget.tokens is not None
-    return -(-round(budget.tokens) // (batch.global_ * (model.seq if model else 1)))
+    return batch.sizes.steps_for(-(-round(budget.tokens) // (model.seq if model else 1)))
 
 
 # -- Choices of a spec, outside of `engine`, that its engine would not read ---------------------

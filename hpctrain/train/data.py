@@ -27,8 +27,8 @@ from hpctrain.train.times import StepClock
 class Samples(Protocol):
     """One part of the data, as read by one rank."""
 
-    def microbatches(self, consumed_samples: int, reads: bool = True) -> Iterator[Any]:
-        """Yield this rank's microbatches of the global batch that begins at `consumed_samples`.
+    def microbatches(self, samples: range, reads: bool = True) -> Iterator[Any]:
+        """Yield this rank's microbatches of the global batch of `samples`.
 
         Batches of `hpctrain.train.datasets.batches` on the rank's device; None for each without
         `reads`. Raises DataError, InvalidInputError.
@@ -56,13 +56,13 @@ class _Timed:
     samples: Samples
     clock: StepClock
 
-    def microbatches(self, consumed_samples: int, reads: bool = True) -> Iterator[Any]:
-        return self.clock.reading(self.samples.microbatches(consumed_samples, reads))
+    def microbatches(self, samples: range, reads: bool = True) -> Iterator[Any]:
+        return self.clock.reading(self.samples.microbatches(samples, reads))
 
 
 def training_samples(config: TrainConfig) -> int:
     """Return the horizon: samples of the whole run, on which the order of all samples depends."""
-    return config.train_steps * config.global_batch_size
+    return config.batch_sizes.samples_after(config.train_steps)
 
 
 def _is_tokens(config: TrainConfig) -> bool:
@@ -82,6 +82,8 @@ def sample_order(config: TrainConfig, data: Data | None = None) -> dict[str, Any
         "data_split": config.data_split if config.data_blend else MOCK_SPLIT,
         "data_blend": [[weight, Path(prefix).name] for weight, prefix in config.data_blend],
     }
+    if config.rampup_batch_size is not None:
+        order["rampup_batch_size"] = list(config.rampup_batch_size)
     if isinstance(config, ModuleConfig) and not _is_tokens(config):
         order["data_format"] = config.data_format
         order["data_validation"] = config.data_validation and Path(config.data_validation).name

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpctrain.engines.training import TrainConfig
 from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
@@ -66,6 +67,11 @@ def evaluated(totals: Any) -> Evaluation:
     return Evaluation(mean_loss(totals[:2]), right / count if right is not None and count else None)
 
 
+def evaluated_samples(config: TrainConfig, number: int) -> range:
+    """Return the samples of a global batch of the validation data, which never grows."""
+    return range(config.global_batch_size * number, config.global_batch_size * (number + 1))
+
+
 class Engine(Protocol):
     """The model, its optimizer and its data on this rank. All ranks call the same methods.
 
@@ -80,8 +86,8 @@ class Engine(Protocol):
     def rejection(self) -> str | None:
         """Why this rank's gradients must be rejected; None while they are finite."""
 
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        """Run one optimizer step on the global batch that begins at `first_sample`.
+    def update(self, samples: range, before_step: Callable[[], None]) -> Update:
+        """Run one optimizer step on the global batch of `samples`, whose number may grow.
 
         `before_step` is called between the backward passes and the optimizer's step.
         """

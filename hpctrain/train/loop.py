@@ -141,20 +141,21 @@ class Loop:
         self.messages.begin(counts=not self.profiler.covers(self.position.step + 1))
         started_at = time.perf_counter()
         first = self.skips.next_sample(self.position.consumed_samples)
+        batch = self.job.config.batch_sizes.size_after(self.position.step)
+        samples = range(first, first + batch)
 
         def before_optimizer() -> None:
             self._propose()
             self.engine.clock.start("optimizer")
 
-        update = self.engine.update(first, before_optimizer)
+        update = self.engine.update(samples, before_optimizer)
         self.engine.clock.stop("optimizer")
         agreed = self.control.result()
         loss = update.loss
-        consumed = first + self.job.config.global_batch_size
-        self.position = Position(self.position.step + 1, consumed)
+        self.position = Position(self.position.step + 1, samples.stop)
         result = StepResult(
             step=self.position.step,
-            consumed_samples=consumed,
+            consumed_samples=samples.stop,
             loss=loss,
             grad_norm=None if update.grad_norm is None else float(update.grad_norm),
             learning_rate=update.learning_rate,
@@ -252,8 +253,8 @@ class Loop:
         self.reporter.phase("saving")
         # The update itself can overflow, which the next loss would show too late for this save.
         if not self.control.all_agree(self.engine.weights_are_finite()):
-            step, batch = self.position.step, self.job.config.global_batch_size
-            consumed = self.position.consumed_samples - batch
+            step, sizes = self.position.step, self.job.config.batch_sizes
+            consumed = self.position.consumed_samples - sizes.size_after(step - 1)
             what = "weights are not finite after the update"
             raise DivergedError(step, consumed, self.losses.last, what)
         self.saver.begin(self.position)

@@ -126,9 +126,12 @@ def _settings_problems(config: TrainConfig, world_size: int) -> Iterator[Problem
             f"but {world_size} were started"
         )
     per_microbatch = config.micro_batch_size * config.data_parallel_size
-    if config.global_batch_size % per_microbatch:
+    for size in [size for size in config.batch_sizes.all if size % per_microbatch][:1]:
+        name = (
+            "global_batch_size" if size == config.global_batch_size else "a batch of the ramp-up:"
+        )
         yield Problem(
-            f"global_batch_size {config.global_batch_size} is not divisible by micro_batch_size "
+            f"{name} {size} is not divisible by micro_batch_size "
             f"{config.micro_batch_size} x data_parallel_size {config.data_parallel_size}"
         )
     if config.lr_warmup_steps >= config.lr_decay_steps:

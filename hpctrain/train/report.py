@@ -244,11 +244,13 @@ def step_metrics(
     config: TrainConfig, epoch: int, result: StepResult, evaluation: Evaluation | None
 ) -> StepMetrics:
     """Build the metrics row of one step. MFU as in PaLM (Chowdhery et al. 2022, appendix B)."""
-    tokens = config.global_batch_size * config.seq_length
+    batch = config.batch_sizes.size_after(result.step - 1)
+    tokens = batch * config.seq_length
     mfu = None
     if config.peak_flops_per_gpu is not None:
         peak_flops = config.world_size * config.peak_flops_per_gpu
-        mfu = config.model_flops_per_step / (result.step_seconds * peak_flops)
+        flops = config.model_flops_per_step * (batch / config.global_batch_size)
+        mfu = flops / (result.step_seconds * peak_flops)
     numbers = {"loss": finite(result.loss), "grad_norm": finite(result.grad_norm)}
     return StepMetrics(
         **{**vars(result), **numbers},

@@ -17,23 +17,27 @@ def learning_rate(config: TrainConfig, finished_steps: int) -> float:
     """Return the rate of the step that follows `finished_steps` steps.
 
     Linear from 0 up to `lr` over the warm-up, then down to `min_lr` over the decay, of which `wsd`
-    has the last steps only; the first step of a warm-up has a rate of 0.
+    has the last steps only; the first step of a warm-up has a rate of 0. Where batches grow, all of
+    this is in samples.
     """
-    warmup = config.lr_warmup_steps
-    if warmup > 0 and finished_steps <= warmup:
-        return config.lr * finished_steps / warmup
+    count = config.schedule_count
+    finished, warmup, end = map(
+        count, (finished_steps, config.lr_warmup_steps, config.lr_decay_steps)
+    )
+    if warmup > 0 and finished <= warmup:
+        return config.lr * finished / warmup
     if config.lr_decay_style == "constant":
         return config.lr
-    if finished_steps > config.lr_decay_steps:
+    if finished > end:
         return config.min_lr
     style: str = config.lr_decay_style
     begin = warmup
     if style == "wsd":
-        assert config.wsd_decay_steps is not None, "the spec was checked"
-        style, begin = config.lr_wsd_decay_style, config.lr_decay_steps - config.wsd_decay_steps
-        if finished_steps <= begin:
+        assert config.wsd_decay_count is not None, "the spec was checked"
+        style, begin = config.lr_wsd_decay_style, end - config.wsd_decay_count
+        if finished <= begin:
             return config.lr
-    passed = (finished_steps - begin) / (config.lr_decay_steps - begin)
+    passed = (finished - begin) / (end - begin)
     share = {
         "linear": 1.0 - passed,
         "cosine": 0.5 * (math.cos(math.pi * passed) + 1.0),

@@ -258,6 +258,8 @@ def rehearsal_overrides(
         if gpus < resources.gpus:
             samples = math.ceil(spec.batch.global_ / resources.gpus) * gpus
             own += (f"batch.global={samples}", "batch.micro=auto")
+        if spec.batch.ramp_up is not None:  # whose steps are fewer than a rehearsal needs to learn
+            own += ("batch.ramp_up=",)
         if not spec.data.sources and spec.train_steps <= MADE_UP_STEPS:
             own += ("data.made_up=true",)
     return (

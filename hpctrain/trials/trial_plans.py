@@ -186,7 +186,8 @@ def trial_record(
         gpus=spec.resources.gpus,
         global_batch=spec.batch.global_,
         sample_length=1 if spec.model.reads_images else spec.model.seq,
-        train_steps=spec.train_steps,
+        # whole ones of the same work, where the first are smaller
+        train_steps=-(-spec.batch.sizes.samples_after(spec.train_steps) // spec.batch.global_),
         precision=spec.precision,
         training=training_digest(spec),
         run_id=run_id,

@@ -174,7 +174,7 @@ def trial_name(run_name: str, variant: str) -> str:
 
 
 def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) -> tuple[str, ...]:
-    """List overrides for `steps` steps of `spec` with the learning rates of the whole run.
+    """List overrides for `steps` whole steps of `spec` with the learning rates of the whole run.
 
     One checkpoint at the end, as in every run, with one evaluation if the spec evaluates. A failure
     of the program is a result and not retried; failures of machines are handled as in any run.
@@ -185,6 +185,7 @@ def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) ->
         f"budget.steps={steps}",
         "budget.tokens=",
         f"schedule.decay_steps={decay_steps}",
+        *(["batch.ramp_up="] if spec.batch.ramp_up else []),
         f"checkpoint.every_steps={steps}",
         "checkpoint.every=",
         "checkpoint.keep=1",
@@ -238,5 +239,6 @@ def sizes(spec: RunSpec, gpus: Sequence[int], *, weak: bool) -> tuple[Variant, .
             )
         if weak:
             overrides.append(f"batch.global={batch * count // base}")
+            overrides += ["batch.ramp_up="] if spec.batch.ramp_up else []
         variants.append(Variant(f"gpus{count}", tuple(overrides)))
     return tuple(variants)

@@ -27,7 +27,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.data import sample_order
 from hpctrain.train.datasets.sample_order import SampleOrder, split_rows
-from hpctrain.train.engine import Evaluation, evaluated
+from hpctrain.train.engine import Evaluation, evaluated, evaluated_samples
 from hpctrain.train.engines.models.tasks import loss_of
 
 WRITERS: dict[str, tuple[dict[str, Any], Callable[[Path], Path]]] = {
@@ -83,7 +83,7 @@ def per_sample(
     for rank in range(config.data_parallel_size):
         data = opened(config, cache, rank)
         for step in steps:
-            for batch in data.training.microbatches(step * config.global_batch_size):
+            for batch in data.training.microbatches(evaluated_samples(config, step)):
                 for place, sample in enumerate(batch.samples):
                     assert sample not in found
                     found[sample] = {name: one[place] for name, one in tensors(batch).items()}
@@ -126,11 +126,20 @@ def test_validation_is_never_augmented_nor_trained_on(tmp_path: Path) -> None:
     for seed in (1, 2):
         data = opened(config_of(VIT, path, **changes, seed=seed), tmp_path)
         assert data.validation is not None
-        batches = [*data.validation.microbatches(0), *data.validation.microbatches(16)]
+        batches = [
+            *data.validation.microbatches(range(8)),
+            *data.validation.microbatches(range(16, 24)),
+        ]
         seen.append(torch.cat([batch.pixels for batch in batches]))
-        trained = [batch for step in range(6) for batch in data.training.microbatches(step * 8)]
+        trained = [
+            batch
+            for step in range(6)
+            for batch in data.training.microbatches(range(step * 8, step * 8 + 8))
+        ]
         plain = opened(config_of(VIT, path, **{**changes, "augmentation": "none"}), tmp_path)
-        unchanged = {bytes(p.numpy()) for b in plain.training.microbatches(0) for p in b.pixels}
+        unchanged = {
+            bytes(p.numpy()) for b in plain.training.microbatches(range(8)) for p in b.pixels
+        }
         held = {bytes(picture.numpy()) for picture in seen[-1]}
         assert not held & unchanged
         assert not held & {bytes(p.numpy()) for batch in trained for p in batch.pixels}
@@ -145,7 +154,7 @@ def test_validation_data_of_their_own(tmp_path: Path) -> None:
     data = opened(config, tmp_path)
     assert data.rows == 50, "all of the sources are trained on"
     assert data.validation is not None
-    (first, *_) = data.validation.microbatches(0)
+    (first, *_) = data.validation.microbatches(range(8))
     assert first.labels.tolist() == [0, 1], "in their own order"
 
 

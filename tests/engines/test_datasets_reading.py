@@ -49,7 +49,7 @@ def _no_handler_stays() -> Iterator[None]:
 
 
 def first_batch(config: Any, cache: Path) -> Any:
-    return next(iter(opened(config, cache).training.microbatches(0)))
+    return next(iter(opened(config, cache).training.microbatches(range(8))))
 
 
 def test_packed_rows_learn_the_token_that_follows(tmp_path: Path) -> None:
@@ -91,7 +91,11 @@ def test_files_and_classes_of_a_folder(tmp_path: Path) -> None:
 def test_several_sources_are_read_as_a_whole(tmp_path: Path) -> None:
     paths = [write_pictures(tmp_path / "a.npz", 30), write_pictures(tmp_path / "b.npz", 20)]
     data = opened(config_of(VIT, *paths, data_split="100,0,0", train_steps=7), tmp_path)
-    seen = [batch for step in range(7) for batch in data.training.microbatches(step * 8)]
+    seen = [
+        batch
+        for step in range(7)
+        for batch in data.training.microbatches(range(step * 8, step * 8 + 8))
+    ]
     labels = torch.cat([batch.labels for batch in seen])[:50]
     assert data.rows == 50 and torch.bincount(labels).tolist() == [5] * 10
 
@@ -101,7 +105,10 @@ def test_made_up_rows_are_for_the_model(base: dict[str, Any], tmp_path: Path) ->
     data = opened(config_of(base, eval_interval_steps=1), tmp_path)
     assert data.validation is not None
     for samples in (data.training, data.validation):
-        once, again = next(iter(samples.microbatches(0))), next(iter(samples.microbatches(0)))
+        once, again = (
+            next(iter(samples.microbatches(range(8)))),
+            next(iter(samples.microbatches(range(8)))),
+        )
         for name, tensor in vars(once).items():
             assert name == "samples" or torch.equal(tensor, getattr(again, name))
         labels = once.labels
@@ -183,7 +190,7 @@ def test_a_damaged_image_is_named(workers: int, tmp_path: Path) -> None:
     config = config_of(FOLDER, root, data_workers=workers, data_split="100,0,0")
     samples = opened(config, tmp_path / "cache").training
     with pytest.raises(DataError, match=r"sample \d: .*\.png cannot be read"):
-        next(iter(samples.microbatches(0)))
+        next(iter(samples.microbatches(range(8))))
     close(samples)
 
 
@@ -197,7 +204,8 @@ def close(samples: Any) -> None:
 
 
 def pixels(samples: Any, *firsts: int) -> torch.Tensor:
-    return torch.cat([batch.pixels for first in firsts for batch in samples.microbatches(first)])
+    steps = [range(first, first + 8) for first in firsts]
+    return torch.cat([batch.pixels for step in steps for batch in samples.microbatches(step)])
 
 
 def reading_ahead(tmp_path: Path, workers: int = 2) -> Any:

@@ -109,7 +109,7 @@ def plain_loop(model: Any, samples: Any) -> Told:
     for step in range(STEPS):
         optimizer.zero_grad()
         mean = 0.0
-        for batch in samples.microbatches(step * BATCH):
+        for batch in samples.microbatches(range(step * BATCH, (step + 1) * BATCH)):
             logits = model(input_ids=batch.tokens).logits
             total = functional.cross_entropy(
                 logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"

@@ -270,8 +270,9 @@ def load_with_predictions_and_other_norms(directory: Path) -> None:
 
 
 @pytest.mark.nightly("trains by two engines")
+@pytest.mark.parametrize("ramp", [None, (4, 4, 4)])  # steps of 4, 8 and 8 samples
 def test_experts_train_alike_from_one_directory_and_come_out_alike(
-    tmp_path: Path, trial: MakeTrial
+    ramp: tuple[int, int, int] | None, tmp_path: Path, trial: MakeTrial
 ) -> None:
     apart(stage, tmp_path, "qwen3_moe")
     file = tmp_path / "hf" / "config.json"
@@ -281,7 +282,7 @@ def test_experts_train_alike_from_one_directory_and_come_out_alike(
     apart(convert, tmp_path / "hf", tmp_path / "megatron")
     model = shape_described(config).model_dump(exclude_none=True) | {"seq": 32}
     short = dict(train_steps=3, lr_decay_steps=3, save_interval_steps=3, global_batch_size=8)
-    short |= dict(vocab_size=320)
+    short |= dict(vocab_size=320, rampup_batch_size=ramp)
     whole = {**model, "pretrained": str(tmp_path / "hf"), "config": config}
     plain = trial(MODULE_GPT, **short, model=whole)
     spread = trial(

@@ -77,7 +77,6 @@ def test_matrices_have_one_moment_and_the_planner_counts_them() -> None:
 def test_muon_learns_the_same_on_two_ranks_and_resumes_exactly(trial: MakeTrial) -> None:
     whole = trial(MUON, save_interval_steps=4)
     assert whole.train() == [0]
-    assert whole.losses != alone(PLAIN_LLAMA).losses
     spread = trial(MUON, **TWO, micro_batch_size=1).goes_on(whole)
     # its products are in bf16
     assert_near(spread, whole, 5, 5e-5, 1e-3)

@@ -208,8 +208,9 @@ def _advance_data() -> None:
     """The data itself lacks samples 16 to 31: what is asked for from there on comes 16 later."""
 
     @wrap(TokenSamples, "microbatches")
-    def advanced(real: Any, self: Any, consumed_samples: int, reads: bool = True) -> Iterator[Any]:
-        return real(self, consumed_samples + (16 if consumed_samples >= 16 else 0), reads)
+    def advanced(real: Any, self: Any, samples: range, reads: bool = True) -> Iterator[Any]:
+        later = 16 if samples.start >= 16 else 0
+        return real(self, range(samples.start + later, samples.stop + later), reads)
 
 
 def test_as_if_the_data_had_been_advanced(trial: MakeTrial) -> None:

@@ -371,5 +371,8 @@ def _untrainable_options(spec: RunSpec) -> Iterator[tuple[str, str]]:
         if built and own.tp_comm_overlap:
             message = f"userbuffers do not know the projections of {part}: say false"
             yield f"{section}.tp_comm_overlap", message
+    if spec.batch.ramp_up is not None and own.cuda_graph_impl != "none":
+        message = "graphs are captured for one number of microbatches: say none, or no ramp_up"
+        yield f"{section}.cuda_graph_impl", message
     if model.family == "bert" and own.cuda_graph_impl != "none":
         yield f"{section}.cuda_graph_impl", "it is for gpt and llama, not bert"

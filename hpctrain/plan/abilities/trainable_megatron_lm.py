@@ -26,6 +26,16 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.model.attends.scale is not None:
         # arguments.py, _add_network_size_args: `softmax_scale` is excluded
         yield "model.attention.scale", "Megatron-LM has no argument for it: say megatron"
+    sizes, graphs = spec.batch.sizes, spec.engine.arguments.get("cuda-graph-impl", "none")
+    if spec.batch.ramp_up is not None and graphs != "none":
+        yield "batch.ramp_up", "graphs are captured for one number of microbatches: remove either"
+    if spec.train_steps <= sizes.stages[-1].first_step:
+        # training.py, update_train_iters of core_v0.16 goes on to the end of the ramp
+        message = (
+            f"Megatron-LM ends no run before the batch has grown: after {spec.train_steps:,} steps "
+            f"it has {sizes.size_after(spec.train_steps):,}, say fewer `samples`"
+        )
+        yield "batch.ramp_up", message
     if spec.precision in ("fp8", "fp4"):
         kind = "fp8-format: hybrid" if spec.precision == "fp8" else "fp4-format: e2m1"
         message = (

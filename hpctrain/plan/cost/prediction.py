@@ -8,7 +8,7 @@ not belong here: formulas of time and memory (`step`, `memory`), failures, saves
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,17 @@ from hpctrain.plan.cost.memory import outside_allocator_bytes, shards, stage_mem
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.cost.weights import Blocks
 from hpctrain.plan.documents import (
+    BatchSplit,
     MemoryBreakdown,
     Plan,
     Prediction,
+    RampStage,
     Recompute,
     StepParts,
 )
 from hpctrain.plan.layout_words import Axis
 from hpctrain.plan.limits import node_request
-from hpctrain.plan.mesh.candidate import Candidate, Columns, columns_of
+from hpctrain.plan.mesh.candidate import Candidate, Columns, batch_split, columns_of
 from hpctrain.plan.mesh.placement import Island, on_islands, slow_links, used_islands
 from hpctrain.plan.mesh.rank_order import busiest_uplink
 from hpctrain.plan.mesh.stages import (
@@ -131,7 +133,7 @@ def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
     again = recomputed_flops(spec.model, spec.batch.global_, candidate.mode, candidate.modules)
     if candidate.mode == "full" and candidate.recompute_layers:
         again *= min(1.0, candidate.recompute_layers / max(candidate.split))
-    run_seconds = seconds * spec.train_steps
+    run_seconds = priced_split(request, candidate).seconds(seconds)
     return Prediction(
         parts=parts,
         mfu=flops / (seconds * gpus * peak),
@@ -141,6 +143,23 @@ def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
         days=run_seconds / SECONDS_PER_DAY,
         gpu_hours=run_seconds * gpus / 3600,
     )
+
+
+def priced_split(request: PlanRequest, candidate: Candidate) -> BatchSplit:
+    """Split the batch, with the steps of smaller ones before it, each priced where time is."""
+    spec = request.spec
+    known = request.knowledge is not None and request.knowledge.gpu is not None
+
+    def seconds(size: int) -> float | None:
+        smaller = columns_of(replace(candidate, batch=size))
+        return step_parts(request, smaller)[0].total_seconds if known else None
+
+    ramp = tuple(
+        RampStage(global_batch=size, steps=steps, step_seconds=seconds(size))
+        for size, steps in spec.batch.sizes.ramp(spec.train_steps)
+    )
+    split = batch_split(spec, candidate.dp, candidate.micro_batch)
+    return split.model_copy(update={"ramp": ramp})
 
 
 def step_parts(request: PlanRequest, columns: Columns) -> list[StepParts]:

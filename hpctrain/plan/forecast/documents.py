@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_serializer
 
 from hpctrain.base.units import Duration
+from hpctrain.plan.documents import BatchSplit
 from hpctrain.spec.document import Document
 
 Tariff = Literal["on demand", "spot"]
@@ -50,6 +51,7 @@ class RunFacts(Document):
     )
     tokens_per_step: int | None = Field(None, ge=1, description="Global batch x sequence length")
     train_steps: int = Field(ge=1, description="Optimizer steps of the whole run")
+    batch: BatchSplit | None = Field(None, description="Of a plan: its first steps may be smaller")
     checkpoint_bytes_per_parameter: float | None = Field(
         None, gt=0, description="Default: by engine and precision"
     )
@@ -64,6 +66,20 @@ class RunFacts(Document):
     start_seconds: float | None = Field(
         None, ge=0, description="From a launch to its first step, as measured"
     )
+
+    @property
+    def training_seconds(self) -> float:
+        """The time of all steps."""
+        if self.batch is not None:
+            return self.batch.seconds(self.step_seconds)
+        return self.step_seconds * self.train_steps
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the whole run; None: not known."""
+        if self.tokens_per_step is None or self.batch is None:
+            return self.tokens_per_step and self.train_steps * self.tokens_per_step
+        return self.batch.train_samples * self.tokens_per_step // self.batch.global_batch
 
     @property
     def saves_when_stopped(self) -> bool:

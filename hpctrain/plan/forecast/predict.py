@@ -263,7 +263,7 @@ def forecast(spec: JobSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         facts=facts,
         checkpoint=checkpoint,
         stops=interruptions(spec, profile, facts, checkpoint),
-        training_seconds=facts.step_seconds * facts.train_steps,
+        training_seconds=facts.training_seconds,
         evaluation_seconds=evaluated * facts.step_seconds * FORWARD_SHARE,
         preemption_wait_seconds=preemption_wait_seconds(profile, facts),
     )
@@ -312,7 +312,7 @@ def forecast(spec: JobSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         nodes=facts.nodes,
         tariff=tariff,
         steps=facts.train_steps,
-        tokens=facts.train_steps * facts.tokens_per_step if facts.tokens_per_step else None,
+        tokens=facts.tokens,
         step_seconds=facts.step_seconds,
         checkpoint=checkpoint,
         interval=interval,
@@ -465,5 +465,6 @@ def run_facts(job: TrainingJob) -> RunFacts | None:
         parameters=plan.learned,
         tokens_per_step=plan.batch.tokens_per_step,
         train_steps=plan.batch.train_steps,
+        batch=plan.batch,
         walltime=job.spec.resources.walltime or job.partition.max_walltime,
     )

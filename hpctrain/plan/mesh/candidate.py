@@ -93,7 +93,7 @@ def micro_choices(spec: RunSpec) -> tuple[int, ...]:
     """List the spec's microbatch, else the powers of two that divide the global batch."""
     if spec.batch.micro != "auto":
         return (spec.batch.micro,)
-    batch = spec.batch.global_
+    batch = spec.batch.sizes.common_divisor
     return tuple(2**n for n in range(batch.bit_length()) if batch % 2**n == 0)
 
 

@@ -184,13 +184,22 @@ def _world_message(request: PlanRequest, at: Candidate) -> str:
 
 def _batch_message(request: PlanRequest, at: Candidate) -> str:
     batch, micro = request.spec.batch.global_, request.spec.batch.micro
+    sizes = request.spec.batch.sizes.all
     names = [("micro", at.micro_batch)] * (micro != "auto") + [("dp", at.dp)]
-    if batch % (at.micro_batch * at.dp) == 0:
+    if all(size % (at.micro_batch * at.dp) == 0 for size in sizes):
         names.append(("pp", at.pp))
     group = at.pp if at.vpp > 1 else 1
     product = " x ".join(f"{name} {number}" for name, number in names)
     why = " (the interleaved schedule takes microbatches in groups of pp)" * ("pp" in dict(names))
-    around = multiples_around(batch, at.micro_batch * at.dp * group)
+    unit = at.micro_batch * at.dp * group
+    if batch % unit == 0:
+        odd = [str(size) for size in sizes if size % unit]
+        more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+        return (
+            f"batches of the ramp-up are not divisible by {product}{why}: {', '.join(odd[:5])}"
+            f"{more}; say `start` and `increment` that are multiples of {unit}"
+        )
+    around = multiples_around(batch, unit)
     proposals = [f"global batch {or_list(around)}"]
     per_gpu, rest = divmod(batch, at.dp * group)
     if micro != "auto" and rest == 0 and per_gpu:
@@ -475,7 +484,8 @@ BATCH = Rule(
     # The interleaved schedule moves microbatches through the chunks in groups of pp
     # (megatron/core/pipeline_parallel/schedules.py:995-1015); 1F1B takes any number.
     lambda spec, at: (
-        spec.batch.global_ % (at.micro_batch * at.dp * np.where(at.vpp > 1, at.pp, 1)) == 0
+        spec.batch.sizes.common_divisor % (at.micro_batch * at.dp * np.where(at.vpp > 1, at.pp, 1))
+        == 0
     ),
     _batch_message,
     after=(WORLD.name, EXPERT_RANKS.name),

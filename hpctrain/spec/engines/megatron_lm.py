@@ -65,6 +65,7 @@ _BY_FIELD: dict[str, str] = {
     "data.cache": "data-cache-path",
     "batch.global": "global-batch-size batch-size",
     "batch.micro": "micro-batch-size",
+    "batch.ramp_up": "rampup-batch-size step-batch-size-schedule",
     "budget": "train-iters train-samples",
     "precision": "bf16 fp16",
     "optimizer.lr": "lr",
@@ -134,9 +135,7 @@ _OWN = (
 )
 # Arguments that no field expresses and that a run of hpctrain excludes, by the reason.
 _EXCLUDED = {
-    "batches have one size here: samples, data and saves are counted by steps": (
-        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed"
-    ),
+    "a step has the batch that the spec says": "decrease-batch-size-if-needed",
     "the plan would be that of another model, see `model.pattern` and `model.activation`": (
         "hybrid-layer-pattern hybrid-override-pattern heterogeneous-layers-config-path quick-geglu"
     ),

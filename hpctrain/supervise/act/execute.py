@@ -152,14 +152,15 @@ def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> Ski
         rows = [row for row in read_metrics(run) if row.step == first_step - 1]
         first = rows[-1].consumed_samples if rows else None
     try:
-        batch = train_config_of(run.train_config, run.train_config.read_bytes()).global_batch_size
+        config = train_config_of(run.train_config, run.train_config.read_bytes())
     except (OSError, InvalidInputError):
         return None
     if skip_steps < 1 or first is None:
         return None
+    count = config.batch_sizes.samples_after
     skipped = SkippedData(
         from_samples=first,
-        to_samples=first + skip_steps * batch,
+        to_samples=first + count(step) - count(first_step - 1),
         reason=reason,
         time=clock.now(),
     )

@@ -67,25 +67,24 @@ class Prefetcher:
     """Reads the microbatches of consecutive steps.
 
     `read` reads one of them. `deal` returns the sample numbers of a step's microbatches by the
-    first sample of the step. `stride` is the number of samples of a step.
+    samples of the step. Steps of another size than the one before, or from elsewhere, begin anew.
     """
 
     read: Callable[[range], Batch | DataError]
-    deal: Callable[[int], Iterator[range]]
-    stride: int
+    deal: Callable[[range], Iterator[range]]
     workers: int
     pinned: bool
-    _next: int | None = field(default=None, init=False)
+    _next: range | None = field(default=None, init=False)
     _items: Any = field(default=None, init=False)  # torch's iterator over its worker processes
 
-    def of_step(self, consumed_samples: int) -> Iterator[Batch]:
-        """Yield the microbatches of the step that begins there. Raises DataError."""
-        if self._items is None or self._next != consumed_samples:
+    def of_step(self, samples: range) -> Iterator[Batch]:
+        """Yield the microbatches of the step that has `samples`. Raises DataError."""
+        if self._items is None or self._next != samples:
             self.close()
             loader: DataLoader = DataLoader(
                 _Microbatches(self.read),
                 batch_size=None,
-                sampler=_EndlessSampler(self.deal, consumed_samples, self.stride),
+                sampler=_EndlessSampler(self.deal, samples),
                 num_workers=self.workers,
                 prefetch_factor=_PREFETCHED,
                 pin_memory=self.pinned,
@@ -103,7 +102,7 @@ class Prefetcher:
             # otherwise the interpreter sends SIGTERM to its children at exit, and waits
             atexit.register(self.close)
         self._next = None
-        for _ in self.deal(consumed_samples):
+        for _ in self.deal(samples):
             try:
                 item = next(self._items)
             except (RuntimeError, OSError, EOFError) as error:
@@ -113,7 +112,7 @@ class Prefetcher:
                 raise item
             assert isinstance(item, Batch)
             yield item
-        self._next = consumed_samples + self.stride
+        self._next = _following(samples)
 
     def close(self) -> None:
         """End the workers. They also end by themselves when their rank is gone."""
@@ -143,15 +142,18 @@ class _Microbatches(Dataset):
 class _EndlessSampler(Sampler):
     """Yields the microbatches of all steps from one on."""
 
-    deal: Callable[[int], Iterator[range]]
-    consumed_samples: int
-    stride: int
+    deal: Callable[[range], Iterator[range]]
+    samples: range
 
     def __iter__(self) -> Iterator[range]:
-        first = self.consumed_samples
+        samples = self.samples
         while True:
-            yield from self.deal(first)
-            first += self.stride
+            yield from self.deal(samples)
+            samples = _following(samples)
+
+
+def _following(samples: range) -> range:
+    return range(samples.stop, samples.stop + len(samples))
 
 
 def _init_worker(number: int) -> None:
@@ -178,24 +180,23 @@ class RowSamples:
     training: bool
     prefetcher: Prefetcher | None = None
 
-    def microbatches(self, consumed_samples: int, reads: bool = True) -> Iterator[Batch | None]:
-        """Yield this rank's microbatches of the global batch that begins at `consumed_samples`.
+    def microbatches(self, samples: range, reads: bool = True) -> Iterator[Batch | None]:
+        """Yield this rank's microbatches of the global batch of `samples`.
 
         Without `reads`, yields None for each. Raises DataError, InvalidInputError.
         """
         if not reads:
-            yield from (None for _ in self.of_step(consumed_samples))
+            yield from (None for _ in self.of_step(samples))
         elif self.prefetcher is not None:
-            for batch in self.prefetcher.of_step(consumed_samples):
+            for batch in self.prefetcher.of_step(samples):
                 yield batch.to(self.share.device)
         else:
-            for samples in self.of_step(consumed_samples):
-                yield self.read(samples).to(self.share.device)
+            for own in self.of_step(samples):
+                yield self.read(own).to(self.share.device)
 
-    def of_step(self, consumed_samples: int) -> Iterator[range]:
+    def of_step(self, samples: range) -> Iterator[range]:
         """Yield the sample numbers of each of this rank's microbatches."""
-        config = self.config
-        return self.share.deal(consumed_samples, config.micro_batch_size, config.microbatches)
+        return self.share.deal(samples, self.config.micro_batch_size)
 
     def read(self, samples: range) -> Batch:
         """Read in this process, into CPU memory. Raises DataError, InvalidInputError."""
@@ -263,9 +264,7 @@ def _with_prefetcher(samples: RowSamples) -> RowSamples:
         workers = useful_workers() if on_gpu and config.data_format == "images" else 0
     if workers == 0:
         return samples
-    prefetcher = Prefetcher(
-        samples.try_read, samples.of_step, config.global_batch_size, workers, pinned=on_gpu
-    )
+    prefetcher = Prefetcher(samples.try_read, samples.of_step, workers, pinned=on_gpu)
     return replace(samples, prefetcher=prefetcher)
 
 

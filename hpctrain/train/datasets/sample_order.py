@@ -28,14 +28,14 @@ class Share:
     size: int
     device: torch.device
 
-    def deal(self, consumed_samples: int, micro_batch: int, microbatches: int) -> Iterator[range]:
-        """Yield the sample numbers of each microbatch of the step that begins there.
+    def deal(self, samples: range, micro_batch: int) -> Iterator[range]:
+        """Yield the sample numbers of each microbatch of the step that has `samples`.
 
         Microbatch m of data rank d has samples m * (micro * dp) + d * micro + [0, micro), as in
         Megatron-LM's MegatronPretrainingSampler: a step has the same samples for every layout.
         """
-        for number in range(microbatches):
-            first = consumed_samples + (number * self.size + self.rank) * micro_batch
+        for begin in samples[:: self.size * micro_batch]:
+            first = begin + self.rank * micro_batch
             yield range(first, first + micro_batch)
 
 

@@ -54,18 +54,13 @@ class TokenSamples:
     share: Share
     horizon: int
 
-    def microbatches(
-        self, consumed_samples: int, reads: bool = True
-    ) -> Iterator[Microbatch | None]:
-        """Yield this rank's microbatches of the global batch that begins at `consumed_samples`.
+    def microbatches(self, samples: range, reads: bool = True) -> Iterator[Microbatch | None]:
+        """Yield this rank's microbatches of the global batch of `samples`.
 
         Without `reads`, yields None for each. Raises DataError, InvalidInputError.
         """
-        config = self.config
-        for samples in self.share.deal(
-            consumed_samples, config.micro_batch_size, config.microbatches
-        ):
-            yield self._read(samples).to(self.share.device) if reads else None
+        for own in self.share.deal(samples, self.config.micro_batch_size):
+            yield self._read(own).to(self.share.device) if reads else None
 
     def _read(self, samples: range) -> Microbatch:
         try:

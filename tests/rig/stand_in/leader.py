@@ -259,7 +259,7 @@ class Leader:
         memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         for step, total in enumerate(sums, first):
             self._step = step
-            self._consumed_samples += config.global_batch_size
+            self._consumed_samples += config.batch_sizes.size_after(self._step - 1)
             result = StepResult(
                 step=step,
                 consumed_samples=self._consumed_samples,

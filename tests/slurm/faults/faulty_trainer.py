@@ -133,9 +133,9 @@ def poison(fault: Fault) -> None:
 
     real = MegatronEngine.update
 
-    def update(engine: Any, first_sample: int, before_step: Any) -> Any:
-        done = real(engine, first_sample, before_step)
-        poisoned = first_sample == fault["samples"]
+    def update(engine: Any, samples: range, before_step: Any) -> Any:
+        done = real(engine, samples, before_step)
+        poisoned = samples.start == fault["samples"]
         return replace(done, totals=done.totals * float("nan")) if poisoned else done
 
     MegatronEngine.update = update  # type: ignore[method-assign]

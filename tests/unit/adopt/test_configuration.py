@@ -117,9 +117,11 @@ model:
   optim: {name: distributed_fused_adam, lr: 1e-4, betas: [0.9, 0.98],
           sched: {name: CosineAnnealing}}
   data: {data_prefix: [1.0, data/a], splits_string: "98,2,0", reset_position_ids: false}
+  rampup_batch_size: [4, 4, 64]
 """
 BRIDGE = """\
-train: {train_iters: 10, global_batch_size: 8, micro_batch_size: 1, eval_iters: 0}
+train: {train_iters: 10, global_batch_size: 8, micro_batch_size: 1, eval_iters: 0,
+        rampup_batch_size: [4, 2, 16]}
 model: {seq_length: 128, tensor_model_parallel_size: 1, num_layers: 2, hidden_size: 64,
         num_attention_heads: 4, vocab_size: 100}
 optimizer: {lr: 0.0003}
@@ -224,12 +226,20 @@ def test_a_script_of_megatron_lm(tmp_path: Path) -> None:
     assert fields["data-path"] == "data.sources=data/a, data/b"
     dropped, missing = reasons(done, "dropped"), reasons(done, "no field")
     assert dropped["save"][0] == 31 and "saves, resumes" in dropped["save"][1]
-    assert missing["rampup-batch-size"][0] == 30 and "steps" in missing["rampup-batch-size"][1]
     assert missing["no-such-flag"] == (31, "hpctrain does not know this name")
     (tmp_path / "spec.yaml").write_text(done.text.replace("document_end: ASK", "document_end: 2"))
     spec = load_run_spec(tmp_path / "spec.yaml").document
     assert spec.resources.gpus == 16
-    assert (spec.train_steps, spec.schedule.warmup_steps) == (100, 10)
+    # of 8, 8, 16, 24, 32, 56 and then 64 samples; a tenth of 6,400 is warm-up
+    assert spec.batch.megatron_ramp_up == (8, 8, 100)
+    assert [spec.batch.sizes.samples_after(steps) for steps in (1, 2, 3, 4, 6)] == [
+        8,
+        16,
+        32,
+        56,
+        144,
+    ]
+    assert (spec.train_steps, spec.schedule.warmup_steps) == (104, 14)
     assert (spec.schedule.style, spec.schedule.wsd_decay_steps) == ("wsd", 20)
     assert (spec.model.init_std, spec.model.vocab_multiple, spec.model.bias) == (0.01, 64, "qkv")
     assert spec.model.moe is not None and spec.model.moe.z_loss == 1e-3
@@ -323,6 +333,8 @@ def test_a_file_of_nemo_with_references() -> None:
     assert fields["trainer.num_nodes"] == "resources.gpus=8"
     assert fields["model.optim.betas"] == "optimizer.beta1=0.9"
     assert "beta2: 0.98" in done.text and "partial: 0.5" in done.text
+    assert fields["model.rampup_batch_size"] == "batch.ramp_up.start=4"
+    assert "    increment: 4  # from" in done.text and "    samples: 64  # from" in done.text
     assert reasons(done, "dropped")["model.data.reset_position_ids"][1] == "as without it"
 
 
@@ -330,6 +342,7 @@ def test_a_file_of_megatron_bridge() -> None:
     done, fields = brought("Megatron-Bridge")
     assert fields["model.num_layers"] == "model.layers=2" and fields["peft.dim"] == "lora.rank=8"
     assert "evaluation" not in done.text, "no batches"
+    assert fields["train.rampup_batch_size"] == "batch.ramp_up.start=4"
 
 
 def test_a_file_of_deepspeed_with_tabs() -> None:
@@ -359,7 +372,7 @@ def test_the_command_writes_the_spec_and_says_what_is_open(
     done = hpctrain("init", "--from", "train.sh", "--gpus", "32", "--name", "mine")
     assert done.exit_code == 0, done.transcript()
     assert "NO FIELD" in done.stdout and "model.layers" in done.stdout
-    assert "Megatron-LM, 44 names: 38 understood, 3 without a field, 3 left out" in done.stderr
+    assert "Megatron-LM, 44 names: 39 understood, 2 without a field, 3 left out" in done.stderr
     assert "`data.document_end`: a question is open here" in done.stderr
     assert "gpus: 32" in Path("mine.yaml").read_text()
     shown = hpctrain("init", "-", "--from", "train.sh")

@@ -211,6 +211,31 @@ def test_without_data_and_evaluation() -> None:
     assert words["eval-iters"] == "0"
 
 
+def test_batches_that_grow_are_counted_in_samples() -> None:
+    batch = {"global": 64, "ramp_up": dict(start=16, increment=16, samples=150)}
+    schedule = dict(warmup_steps=5, style="wsd", wsd_decay_steps=2)
+    grows = told(batch=batch, budget={"steps": 12, "tokens": None}, schedule=schedule)
+    words, newest = given(grows), given(grows, ramps_up=False)
+    assert words["rampup-batch-size"] == "16 16 150" and words["global-batch-size"] == "64"
+    assert [words[f"{name}-samples"] for name in ("train", "lr-decay", "lr-warmup")] == [
+        *[str(176 + 5 * 64)] * 2,
+        str(4 * 16 + 32),
+    ]
+    assert words["lr-wsd-decay-samples"] == "128"
+    assert not {"train-iters", "lr-decay-iters", "lr-warmup-iters"} & words.keys()
+    seq = grows.seq_length
+    stages = f"0:16 {64 * seq}:32 {128 * seq}:48 {176 * seq}:64"
+    assert newest["step-batch-size-schedule"] == stages
+    assert newest["eval-global-batch-size"] == "64"
+    assert not {"rampup-batch-size", "global-batch-size"} & newest.keys()
+    plain = given(told())
+    assert plain == given(told(), ramps_up=False) and "train-iters" in plain
+    assert refusal("rampup-batch-size") == (
+        "`batch.ramp_up` decides --rampup-batch-size",
+        "remove it, and set `batch.ramp_up`",
+    )
+
+
 def test_the_users_own_arguments() -> None:
     """They come last, and in the place of what is only a default."""
     own = {

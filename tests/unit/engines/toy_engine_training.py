@@ -53,12 +53,12 @@ class ToyEngine:
     finished_steps: int = 0
     rejection: str | None = None
 
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        rate, size = learning_rate(self.config, self.finished_steps), self.config.global_batch_size
-        generator = torch.Generator().manual_seed(first_sample)
-        samples = torch.rand(size, self.config.inputs, generator=generator)
+    def update(self, samples: range, before_step: Callable[[], None]) -> Update:
+        rate, size = learning_rate(self.config, self.finished_steps), len(samples)
+        generator = torch.Generator().manual_seed(samples.start)
+        drawn = torch.rand(size, self.config.inputs, generator=generator)
         with self.clock.computing():
-            losses = (self.line(samples)[:, 0] - samples.sum(1)) ** 2
+            losses = (self.line(drawn)[:, 0] - drawn.sum(1)) ** 2
         with self.clock.timing("backward"):
             self.line.zero_grad()
             losses.mean().backward()

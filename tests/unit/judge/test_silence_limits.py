@@ -201,6 +201,13 @@ def test_steps_of_earlier_attempts_lengthen_only() -> None:
     assert trainer.allowed() == 300.0
 
 
+def test_a_batch_that_grows_lengthens_steps_at_once() -> None:
+    trainer = Trainer(limits(ramp=((10, 0.25), (10, 0.5))))
+    trainer.begins()
+    trainer.trains(5, 20.0)
+    assert trainer.allowed() == 5 * 2 * 20.0
+
+
 @pytest.mark.parametrize("phase", ["loading", "saving", "evaluating", "leaving"])
 def test_other_phases_have_limits_of_their_own(phase: str) -> None:
     trainer = Trainer()

@@ -102,9 +102,9 @@ def test_what_is_allowed_passes(resources: dict[str, Any], profile: dict[str, An
 
 def test_the_predicted_hours_of_the_whole_run_count() -> None:
     profile, spec = cluster(limits={"max_gpu_hours": 10.0}), run_spec(resources={"gpus": 4})
-    step_seconds = 10.0 * 3600 / 4 / spec.train_steps
-    assert gpu_hour_problems(spec, profile, step_seconds * 0.999) == []
-    (problem,) = gpu_hour_problems(spec, profile, step_seconds * 2)
+    training_seconds = 10.0 * 3600 / 4
+    assert gpu_hour_problems(spec, profile, training_seconds * 0.999) == []
+    (problem,) = gpu_hour_problems(spec, profile, training_seconds * 2)
     assert "20 GPU-hours (predicted for the run)" in problem
 
 

@@ -20,6 +20,7 @@ from hpctrain.records.jobs import cancel_requested, run_comment
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_jobs import identity_of, select_jobs
 from hpctrain.records.run_records import append_metrics, read_metrics
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.runs.bitwise import compare_runs
 from hpctrain.runs.control import cancel, hold, resume, stop
 from hpctrain.runs.describe import describe
@@ -462,6 +463,12 @@ def test_a_running_job_without_a_sign_of_life_is_stale(
         (row,) = statuses([run], slurm)  # type: ignore[arg-type]
         assert row.stale is stale
         assert (row.step, row.target_step, row.eta_seconds) == (23, 60, 74.0)
+    # ten more steps of half the time of those that follow
+    grows = read_supervise_config(run.layout.supervise_config)
+    grows = grows.model_copy(update={"ramp": ((33, 0.5),)})
+    run.layout.supervise_config.write_text(grows.model_dump_json())
+    (row,) = statuses([run], slurm)  # type: ignore[arg-type]
+    assert row.eta_seconds == 2 * (10 + 2 * 27)
 
 
 def test_a_checkpoint_that_was_set_aside_is_not_told(tmp_path: Path) -> None:

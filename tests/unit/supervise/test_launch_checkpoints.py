@@ -294,6 +294,14 @@ def test_the_batches_up_to_the_anomaly(
     assert skips(run) == [expected]
 
 
+def test_smaller_batches_of_a_ramp_up_are_left_out_as_they_were(run: RunLayout) -> None:
+    ramp = dict(global_batch_size=BATCH, rampup_batch_size=(2, 2, 12))  # 2, 2, 4, 6, 8
+    run.train_config.write_text(train_json(**ramp))
+    add_row(run, 2, 4)
+    skip_batches(run, 4, 2, "loss is NaN")
+    assert skips(run) == [(4, 14)]
+
+
 def test_skips_add_up_and_the_newest_row_counts(run: RunLayout) -> None:
     skip_batches(run, 33, 1, "first")
     for step in (30, 31, 32):  # the same steps again, after going back

@@ -21,7 +21,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.train.data import Samples
-from hpctrain.train.engine import Evaluation, Update
+from hpctrain.train.engine import Evaluation, Update, evaluated_samples
 from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh
 from hpctrain.train.engines.models.engine import ModuleEngine
 from hpctrain.train.engines.models.tasks import (
@@ -117,6 +117,16 @@ class DeepSpeedEngineBase(ModuleEngine):
     mesh: DeepSpeedMesh
     inner: Any
 
+    def set_batch(self, samples: range) -> None:
+        """Set how many microbatches the next step has.
+
+        DeepSpeed takes a step whenever its count of microbatches is a multiple of them
+        (runtime/engine.py, is_gradient_accumulation_boundary), so that the count begins anew.
+        """
+        if self.inner.train_batch_size() != len(samples):
+            self.inner.set_train_batch_size(len(samples))
+            self.inner.micro_steps = 0
+
     def weights_are_finite(self) -> bool:
         """Check the parts of the weights that this rank stores, except those on NVMe."""
         stored = [getattr(p, "ds_tensor", p).detach() for p in self.inner.module.parameters()]
@@ -134,7 +144,7 @@ class ZeroEngine(DeepSpeedEngineBase):
 
     loss: Loss
 
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+    def update(self, samples: range, before_step: Callable[[], None]) -> Update:
         """Run forward, backward and optimizer.
 
         DeepSpeed takes the mean over ranks, and here no mean over microbatches. Its `step` after
@@ -142,13 +152,17 @@ class ZeroEngine(DeepSpeedEngineBase):
         """
         rate = self.set_next_rate(self.inner.optimizer)
         reset_loss_scale(self.inner)
-        nominal = nominal_labels(self.config)
-        scale, last = self.mesh.replicas / nominal, self.config.microbatches - 1
-        losses = LossTotals(self.config.microbatches, self.mesh.device, self.mesh.data)
-        for number, batch in enumerate(self.data.training.microbatches(first_sample)):
+        self.set_batch(samples)
+        nominal, count = (
+            nominal_labels(self.config, samples),
+            self.config.microbatches_of(len(samples)),
+        )
+        scale, last = self.mesh.replicas / nominal, count - 1
+        losses = LossTotals(count, self.mesh.device, self.mesh.data)
+        for number, batch in enumerate(self.data.training.microbatches(samples)):
             with self.clock.computing():
-                loss_sum, count = self.loss(self.inner, self._in_precision(batch))
-            losses.add(loss_sum, count)
+                loss_sum, labels = self.loss(self.inner, self._in_precision(batch))
+            losses.add(loss_sum, labels)
             with self.clock.timing("backward"):
                 self.inner.backward(loss_sum * scale, scale_wrt_gas=False)
                 if number < last:
@@ -210,12 +224,13 @@ def mean_loss_of(token_losses: TokenLosses) -> Callable[[Any, Any], Any]:
 class PipelineEngine(DeepSpeedEngineBase):
     """Implements `hpctrain.train.engine.Engine`; `inner` is DeepSpeed's engine of the same name."""
 
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+    def update(self, samples: range, before_step: Callable[[], None]) -> Update:
         rate = self.set_next_rate(self.inner.optimizer)
+        self.set_batch(samples)
         with self._calling_before_optimizer(before_step), self._timed_passes():
-            mean = self.inner.train_batch(self._batches(self.data.training, first_sample))
+            mean = self.inner.train_batch(self._batches(self.data.training, samples))
         self.finished_steps += 1
-        tokens = nominal_labels(self.config)
+        tokens = nominal_labels(self.config, samples)
         totals = torch.stack([mean.float() * tokens, mean.new_tensor(tokens).float()])
         return Update(totals, norm_after_step(self.inner), rate)
 
@@ -256,18 +271,21 @@ class PipelineEngine(DeepSpeedEngineBase):
         finally:
             del self.inner._INSTRUCTION_MAP
 
-    def _batches(self, samples: Samples, first_sample: int) -> Iterator[Any]:
+    def _batches(self, part: Samples, samples: range) -> Iterator[Any]:
         """Yield (input of the first stage, input of the last one) of each microbatch."""
-        for batch in samples.microbatches(first_sample):
+        for batch in part.microbatches(samples):
             yield batch.tokens, (batch.labels, batch.loss_mask)
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
         """Evaluate without dropout, hence without drawing random numbers."""
-        samples, config = self.data.validation, self.config
-        if samples is None:
+        validation, config = self.data.validation, self.config
+        if validation is None:
             return None
         means = [
-            self.inner.eval_batch(self._batches(samples, number * config.global_batch_size))
+            self.inner.eval_batch(
+                self._batches(validation, evaluated_samples(config, number)),
+                num_micro_batches=config.microbatches,
+            )
             for number in batches
         ]
         return Evaluation(float(torch.stack([mean.double().reshape(()) for mean in means]).mean()))

@@ -33,7 +33,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.data import Data, Microbatch, Samples
-from hpctrain.train.engine import Evaluation, Update, evaluated
+from hpctrain.train.engine import Evaluation, Update, evaluated, evaluated_samples
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.model import MaskedTokensStep, ModelChunks
 from hpctrain.train.engines.megatron.option_settings import (
@@ -71,10 +71,10 @@ def build_optimizer(config: MegatronConfig, model: ModelChunks) -> MegatronOptim
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_steps=config.lr_decay_steps,
+        lr_warmup_steps=config.schedule_count(config.lr_warmup_steps),
+        lr_decay_steps=config.schedule_count(config.lr_decay_steps),
         lr_decay_style="WSD" if config.lr_decay_style == "wsd" else config.lr_decay_style,
-        wsd_decay_steps=config.wsd_decay_steps,
+        wsd_decay_steps=config.wsd_decay_count,
         lr_wsd_decay_style=config.lr_wsd_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
@@ -256,18 +256,19 @@ class MegatronEngine:
     def rejection(self) -> str | None:
         return self.gradient_check.rejection
 
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+    def update(self, samples: range, before_step: Callable[[], None]) -> Update:
         """Run forward, backward and optimizer; a skipped step does not advance the schedule."""
         self.graphs.before_step()
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        reports = self.run(self.data.training, first_sample, forward_only=False)
+        reports = self.run(self.data.training, samples, forward_only=False)
         before_step()
         learning_rate = self.optimizer.learning_rate
         updated, grad_norm, _ = self.optimizer.inner.step()
         if updated:
-            self.optimizer.schedule.step(increment=1)
+            ramps = self.config.rampup_batch_size is not None
+            self.optimizer.schedule.step(increment=len(samples) if ramps else 1)
         return Update(self.totals(reports), grad_norm, learning_rate)
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
@@ -276,14 +277,14 @@ class MegatronEngine:
         Every evaluation reads the same first samples of the validation data, so losses are
         comparable and no position has to be stored. No random numbers are drawn: dropout is off.
         """
-        samples = self.data.validation
-        if samples is None:
+        validation = self.data.validation
+        if validation is None:
             return None
         totals = torch.zeros(2, device=self.mesh.device)
         with _evaluation_mode(self.config, self.model), torch.no_grad():
             for number in batches:
-                first = number * self.config.global_batch_size
-                totals += self.totals(self.run(samples, first, forward_only=True))
+                samples = evaluated_samples(self.config, number)
+                totals += self.totals(self.run(validation, samples, forward_only=True))
         return evaluated(totals)
 
     def weights_are_finite(self) -> bool:
@@ -297,9 +298,9 @@ class MegatronEngine:
             return MaskedTokensStep(self.config, self.mesh.device, _MaskedLoss)
         return forward_step
 
-    def run(self, samples: Samples, consumed_samples: int, *, forward_only: bool) -> list[Any]:
-        """Run megatron-core's pipeline schedule over one global batch: forward and, unless
-        `forward_only`, backward.
+    def run(self, part: Samples, samples: range, *, forward_only: bool) -> list[Any]:
+        """Run megatron-core's pipeline schedule over the global batch of `samples`: forward
+        and, unless `forward_only`, backward.
 
         Returns [loss sum, token count] of each of this rank's microbatches; empty on all stages
         but the last.
@@ -307,13 +308,13 @@ class MegatronEngine:
         mesh, chunks = self.mesh, self.config.virtual_pipeline_model_parallel_size
         iterators: Any
         if chunks is None:
-            iterators = samples.microbatches(consumed_samples, mesh.reads)
+            iterators = part.microbatches(samples, mesh.reads)
         else:
             # the interleaved schedule takes one iterator per chunk; only chunks that embed tokens
             # or compute the loss read
             iterators = [
-                samples.microbatches(
-                    consumed_samples,
+                part.microbatches(
+                    samples,
                     (mesh.first_stage and chunk == 0) or (mesh.last_stage and chunk == chunks - 1),
                 )
                 for chunk in range(chunks)
@@ -323,7 +324,7 @@ class MegatronEngine:
             forward_step_func=self.step,
             data_iterator=iterators,
             model=self.model.wrapped if several else self.model.wrapped[0],
-            num_microbatches=self.config.microbatches,
+            num_microbatches=self.config.microbatches_of(len(samples)),
             seq_length=self.config.seq_length,
             micro_batch_size=self.config.micro_batch_size,
             forward_only=forward_only,

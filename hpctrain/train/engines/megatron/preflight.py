@@ -329,11 +329,12 @@ def _layout_problems(config: MegatronConfig) -> Iterator[Problem]:
         yield Problem(f"pipeline_layer_split {split} does not add up to {model.layers} layers")
     if vpp is not None and pp < 2:
         yield Problem("virtual_pipeline_model_parallel_size needs a pipeline of at least 2 stages")
-    if vpp is not None and config.microbatches % pp:
+    odd = [size for size in config.batch_sizes.all if config.microbatches_of(size) % pp]
+    if vpp is not None and odd:
         # schedules.py: the interleaved schedule works on groups of pp microbatches
         yield Problem(
             f"the interleaved schedule needs microbatches divisible by pp {pp}, "
-            f"got {config.microbatches}"
+            f"got {config.microbatches_of(odd[0])}"
         )
 
 

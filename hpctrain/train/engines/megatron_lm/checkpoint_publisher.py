@@ -108,4 +108,4 @@ class CheckpointPublisher(SavePublisher):
         return int(match[1]) if match else 0
 
     def manifest(self, step: int, files: Mapping[FileDigest, int]) -> Manifest:
-        return self._job.manifest(step, step * self._job.config.global_batch_size, files)
+        return self._job.manifest(step, self._job.config.batch_sizes.samples_after(step), files)

@@ -81,7 +81,9 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
         load=str(job.run.checkpoints) if resume_step > 0 else None,
         load_step=resume_step if resume_step > 0 else None,
     )
-    command_line = arguments(config, places, on_cpu=_install_cpu_stand_ins(config))
+    command_line = arguments(
+        config, places, on_cpu=_install_cpu_stand_ins(config), ramps_up=_ramps_up(config)
+    )
     if digests is not None:
         # Before the program's own process groups: no rank can make a step without this one.
         digests.wait()
@@ -105,6 +107,18 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
         if publisher.problem is not None:
             raise publisher.problem from None
         raise
+
+
+def _ramps_up(config: MegatronLmConfig) -> bool:
+    """Check whether the checkout follows `--rampup-batch-size`; newer ones accept and ignore it."""
+    if config.rampup_batch_size is None:
+        return True
+    source = Path(config.checkout, "megatron/core/num_microbatches_calculator.py")
+    try:
+        return "class RampupBatchsize" in source.read_text()
+    except OSError as error:
+        missing = Problem(f"cannot be read: {error.strerror}", str(source), node_dependent=True)
+        raise InvalidInputError([missing]) from error
 
 
 def _prepare_environment(config: MegatronLmConfig, launch: Launch) -> None:

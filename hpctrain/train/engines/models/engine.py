@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.train.data import Data
-from hpctrain.train.engine import Evaluation, evaluated
+from hpctrain.train.engine import Evaluation, evaluated, evaluated_samples
 from hpctrain.train.schedule import learning_rate
 from hpctrain.train.times import StepClock
 
@@ -62,7 +62,7 @@ class ModuleEngine:
         totals: Any = 0  # of as many numbers as the task has
         with torch.no_grad():
             for number in batches:
-                for batch in samples.microbatches(number * self.config.global_batch_size):
+                for batch in samples.microbatches(evaluated_samples(self.config, number)):
                     totals = totals + torch.stack([value.float() for value in loss(batch)])
         module.train()
         dist.all_reduce(totals, group=group)

@@ -103,13 +103,13 @@ def special_tokens(tokenizer: Path) -> dict[str, int]:
 # over ranks and microbatches.
 
 
-def nominal_labels(config: ModuleConfig) -> float:
+def nominal_labels(config: ModuleConfig, samples: range) -> float:
     """Return the number of labels in a global batch without padding.
 
     Losses are divided by it before the actual number is known. In pretraining, where every token
     has a label, both are the same.
     """
-    return float(config.global_batch_size * config.labels_per_sample)
+    return float(len(samples) * config.labels_per_sample)
 
 
 class LossTotals:

@@ -185,17 +185,17 @@ class NativeEngine(ModuleEngine):
     optimizer: torch.optim.Optimizer
     loss: Loss
 
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+    def update(self, samples: range, before_step: Callable[[], None]) -> Update:
         """Run forward, backward and optimizer.
 
         Gradients are averaged over ranks with the last microbatch.
         """
         rate = self.set_next_rate(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        nominal = nominal_labels(self.config)
-        scale, microbatches = self.mesh.size / nominal, self.config.microbatches
+        nominal = nominal_labels(self.config, samples)
+        scale, microbatches = self.mesh.size / nominal, self.config.microbatches_of(len(samples))
         losses = LossTotals(microbatches, self.mesh.device)
-        for number, batch in enumerate(self.data.training.microbatches(first_sample)):
+        for number, batch in enumerate(self.data.training.microbatches(samples)):
             with self._gradient_sync(number == microbatches - 1):
                 with self.clock.computing(), self._autocast():
                     loss_sum, count = self.loss(self.module, batch)

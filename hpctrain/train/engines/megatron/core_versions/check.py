@@ -127,6 +127,7 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
     "megatron.core.transformer.attention": ("SelfAttention",),
     "megatron.core.transformer.cuda_graphs": ("TECudaGraphHelper",),
     "megatron.core.transformer.dot_product_attention": ("DotProductAttention",),
+    "megatron.core.transformer.enums": ("AttnBackend",),
     "megatron.core.transformer.identity_op": ("IdentityOp",),
     "megatron.core.transformer.module": ("Float16Module",),
     "megatron.core.transformer.moe.moe_utils": ("",),
