@@ -34,7 +34,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
     "pairs of classes that share five fields": 79,
-    "lines that hand on a field": 607,
+    "lines that hand on a field": 606,
     "small modules of one other": 15,
     "short functions that one place calls": 27,
 }
