@@ -640,6 +640,8 @@ class RunSpec(Document):
             return self.task
         if self.model.reads_images or self.model.classes is not None:
             return "classification"
+        if self.model.encoder_layers:
+            return "span_corruption"
         return "language_modeling" if self.model.causal else "masked_language_modeling"
 
     @property

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trial_runs import MODULE_GPT
 
 from hpctrain.engines.train_json import parse_train_config
-from hpctrain.plan.model.parameters import linear_layers, linear_parameters, total_parameters
+from hpctrain.plan.model.parameters import linear_layers, linear_multiplications, total_parameters
 from hpctrain.spec.families import (
     DIRECTORY,
     Family,
@@ -113,7 +113,8 @@ def test_a_config_becomes_the_model_that_its_class_computes(file: Path) -> None:
         name.endswith("bias") for name, _ in module.named_parameters() if name not in learned
     )
     assert sum(one.numel() for one in learned.values()) == total_parameters(model)
-    assert len(blocks_of(module)) == (0 if file.stem == "resnet" else model.layers)
+    blocks = model.layers + model.encoder_layers
+    assert len(blocks_of(module)) == (0 if file.stem == "resnet" else blocks)
     assert list(differences(model)) == [] == disagreements(model, model.config)
     loss, _ = loss_of(config)(module, batch_of(config))
     loss.backward()
@@ -156,6 +157,7 @@ OTHER_CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("mellum", {"mlp_layer_types": ["sparse"] * 6, **ALL_FULL}),
     ("minicpm3", {"scale_depth": None, "dim_model_base": None, "v_head_dim": None}),
     ("persimmon", {"qk_layernorm": False}),
+    ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 ]
 
 
@@ -190,14 +192,15 @@ def test_operations_are_those_that_torch_counts(file: Path) -> None:
     module = build_module(config, device=torch.device("cpu")).eval()
     module.config._experts_implementation = "eager"  # products that are counted
     tokens = torch.randint(99, (1, 16))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(input_ids=tokens)
     model = config.model.model_copy(update={"mtp_layers": 0})
+    written = {"decoder_input_ids": tokens[:, : model.target_seq]} if model.encoder_layers else {}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(input_ids=tokens, **written)
     counted = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for name, flops in counted.items() if "mm" in name)
     squares = sum(flops for name, flops in counted.items() if "attention" in name or "bmm" in name)
     assert products - squares * any("bmm" in name for name in counted) == pytest.approx(
-        2 * 16 * linear_parameters(model), rel=0.005
+        2 * linear_multiplications(model), rel=0.005
     ), counted
 
 

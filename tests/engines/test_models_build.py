@@ -70,7 +70,7 @@ def config_of(name: str, **changes: Any) -> Any:
 def batch_of(config: Any) -> Any:
     """Whatever any of the tasks asks for; two samples."""
     torch.manual_seed(3)
-    tokens = torch.randint(99, (2, 16))
+    tokens = torch.randint(99, (2, config.text_length))
     whole_texts = config.task == CLASSES
     return SimpleNamespace(
         tokens=tokens,

@@ -191,7 +191,7 @@ def recomputed_flops(
         return (core + 2 * again) * tokens
     output = 0 if model.reads_images else 2 * model.vocab * model.hidden * (1 + model.mtp_layers)
     forward = model_flops_per_step(model, global_batch) / FORWARD_AND_BACKWARD
-    return forward - output * tokens
+    return forward - output * global_batch * model.target_seq
 
 
 # -- Bytes on one GPU of each pipeline stage ------------------------------------------------------

@@ -210,6 +210,41 @@ def _embedding_root(config: Config) -> Found:
         yield "embedding_scale", hidden**0.5
 
 
+def _decoder_layers(config: Config) -> Found:
+    """As many as the encoder has, if no number is given; what it makes of its activation's name
+    (T5Config)."""
+    decoder, name = config.get("num_decoder_layers"), config["feed_forward_proj"]
+    yield "layers", config["num_layers"] if decoder is None else decoder
+    activation = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    if config.get("dense_act_fn", activation) != activation:
+        raise UnreadableError("dense_act_fn")
+    if config.get("is_gated_act", gated := name.startswith("gated-")) != gated:
+        raise UnreadableError("is_gated_act")
+
+
+def _write_decoder_layers(fields: Config) -> dict[str, Any]:
+    ours = fields.get("activation")
+    words = {"geglu_tanh": "gelu_new", "gelu_tanh": "gelu_new", "swiglu": "silu", "reglu": "relu"}
+    return {
+        "num_decoder_layers": fields["layers"],
+        "dense_act_fn": words.get(str(ours), ours),
+        "is_gated_act": ours in words and ours != "gelu_tanh",
+    }
+
+
+def _output_root(config: Config) -> Found:
+    """The output layer's input is divided by the root of its size (UMT5ForConditionalGeneration)."""
+    yield "logit_scale", config["d_model"] ** -0.5
+
+
+def _scaled_if_tied(config: Config) -> Found:
+    """The same for T5 of version 1.0 alone, whose output layer has the embeddings' weights."""
+    tied = config.get("tie_word_embeddings") is not False
+    yield "tied", tied and config.get("scale_decoder_outputs") is not False
+    if tied and config.get("scale_decoder_outputs") is not False:
+        yield from _output_root(config)
+
+
 def _query_scalar(config: Config) -> Found:
     """Logits are divided by the root of a number that need not be the head's size (Gemma 2)."""
     scalar = config.get("query_pre_attn_scalar")
@@ -697,6 +732,17 @@ READERS: Mapping[str, Reader] = {
     "interval": Reader(("full_attention_interval",), _interval),
     "biases": Reader(("attention_bias", "mlp_bias"), _biases, _write_biases),
     "embedding_root": Reader(("hidden_size",), _embedding_root),
+    "decoder_layers": Reader(
+        ("num_decoder_layers", "dense_act_fn", "is_gated_act"),
+        _decoder_layers,
+        _write_decoder_layers,
+    ),
+    "output_root": Reader(("d_model",), _output_root),
+    "scaled_if_tied": Reader(
+        ("tie_word_embeddings", "scale_decoder_outputs"),
+        _scaled_if_tied,
+        lambda fields: {"tie_word_embeddings": bool(fields.get("tied"))},
+    ),
     "query_scalar": Reader(("query_pre_attn_scalar",), _query_scalar, _write_query_scalar),
     "head_scale": Reader(("attention_multiplier",), _head_scale, _write_head_scale),
     "groups": Reader(("n_group", "topk_group"), _groups, _write_groups),
