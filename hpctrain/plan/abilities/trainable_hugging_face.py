@@ -45,7 +45,9 @@ def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "task", "classification of texts needs `model.classes`, their number"
     elif task != "classification" and model.classes is not None:
         yield "model.classes", f"classes are for `task: classification`, not for {task}"
-    if spec.lora is not None and not layers:
+    if spec.lora is not None and model.encoder_layers:
+        yield "lora", f"hpctrain adapts no encoder-decoders, and a {family} is one"
+    elif spec.lora is not None and not layers:
         yield "lora", f"LoRA adapts linear layers, the blocks of a {family} have none"
     elif spec.lora is not None and spec.lora.targets != "all":
         unknown = ", ".join(sorted(set(spec.lora.targets) - set(layers)))

@@ -29,6 +29,11 @@ def _chosen_from_groups(model: ModelSpec) -> int | None:
 # (`train/engines/megatron/layers.py`) do not have: whether a model has one, its field, and why not.
 _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
     (
+        lambda model: model.encoder_layers,
+        "encoder_layers",
+        "its GPT attends to no encoder: train by fsdp, ddp or deepspeed",
+    ),
+    (
         lambda model: model.reads_masked_text and model.family != "bert",
         "family",
         "its encoder is BERT's, with two segments and a norm before each part",
@@ -245,7 +250,7 @@ def own_layers_for(model: ModelSpec) -> str | None:
     return next((name for name, present in parts.items() if present), None)
 
 
-_LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
+_LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling", "span_corruption")
 
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:

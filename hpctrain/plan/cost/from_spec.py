@@ -280,9 +280,12 @@ def shape_of(model: ModelSpec) -> Shape:
         return resnet_shape(model)
     moe, mla = model.moe, model.mla
     mixers = [kind.mixer for kind in model.kinds]
+    encoder = model.encoder_layers
+    if encoder:
+        mixers = ["full"] * encoder
     attending = [mixer for mixer in mixers if mixer in ("full", "window", "chunk")]
     windows = len(attending) - attending.count("full")
-    dense = sum(kind.mlp for kind in model.kinds)
+    dense = encoder or sum(kind.mlp for kind in model.kinds)
     return Shape(
         layers=model.layers,
         hidden=model.hidden,
@@ -296,7 +299,11 @@ def shape_of(model: ModelSpec) -> Shape:
         kv_heads=model.key_value_heads,
         qk_dim=model.query_key_size,
         value_dim=model.value_size,
-        causal=int(model.causal),
+        causal=int(model.causal and not encoder),
+        score_gradients=int(model.positions == "relative"),
+        decoder_blocks=model.layers if encoder else 0,
+        target_seq=model.target_seq,
+        encoder_layers=encoder,
         mla=int(mla is not None),
         q_rank=(mla.q_rank or 0) if mla else 0,
         kv_rank=mla.kv_rank if mla else 0,
@@ -347,7 +354,9 @@ def position_rows(model: ModelSpec) -> int:
     """Count rows of h in other embeddings than words: of positions, and of BERT's segments."""
     if model.positions != "learned":
         return model.segments
-    return (model.max_seq or model.seq) + model.position_offset + model.segments
+    stacks = 2 if model.encoder_layers else 1
+    rows = (model.max_seq or model.seq) + model.position_offset
+    return stacks * rows + model.segments
 
 
 def resnet_shape(model: ModelSpec) -> Shape:

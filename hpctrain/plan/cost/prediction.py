@@ -261,9 +261,13 @@ def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
     )
     ends = np.arange(pp, dtype=float)
     attention = layers * (model.family != "resnet")
+    blocks = Blocks(layers, attention, layers - experts, experts, 0 * layers)
+    if model.encoder_layers:
+        encoder = model.encoder_layers * (ends == 0)
+        blocks = Blocks(layers + encoder, encoder, encoder, 0 * layers, 0 * layers, layers)
     return CostStage(
         index=ends,
-        blocks=Blocks(layers, attention, layers - experts, experts, 0 * layers),
+        blocks=blocks,
         embedding=(ends == 0).astype(float),
         loss=(ends == pp - 1).astype(float),
     )
