@@ -606,6 +606,9 @@ EAGER_NORM_TRAFFIC = (36 + 76) / (4 + 6)
 _WIDE_NORM_TRAFFIC = (28 + 64) / (8 + 12)
 # torch.autocast leaves what is added up between blocks in fp32, where bf16 was counted.
 _STREAM_BYTES = 2.0
+# T5's norm keeps its input besides (modeling_t5.py, T5LayerNorm), and its `gelu_new` is made of
+# single operations, of which three more results wait (activations.py, NewGELUActivation).
+_T5_NORM_BYTES, _T5_GATE_COPIES = 2.0, 3.0
 # It makes a bf16 copy of its input for each product: of queries, keys and values, of gate and up.
 _COPY_BYTES = 2.0
 
@@ -628,9 +631,13 @@ def eager(spec: RunSpec) -> dict[str, float]:
         attention_products = 1 if model.family == "gpt" else 3
         copies = (attention_products - 1 + int(model.gated)) / 2
         norm_bytes += _STREAM_BYTES + _COPY_BYTES * copies
+    gate_copies = 1.0
+    if model.positions == "relative":
+        norm_bytes += _T5_NORM_BYTES
+        gate_copies += _T5_GATE_COPIES * (model.activation == "geglu_tanh")
     return dict(
         flash=float(model.takes_fused_attention(pads=True)),
-        gate_copy=1.0,
+        gate_copy=gate_copies,
         logit_bytes=_LOGIT_BYTES,
         split_logit_bytes=0.0 if spec.precision == "fp32" else _SPLIT_BYTES,
         loss_first=1.0,

@@ -469,6 +469,12 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     kept = kept_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
     working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers
+    if np.any(stage.blocks.decoder):
+        # an encoder's layer is larger than one of the shorter text, and behind the logits' time
+        one = Blocks(1.0, 1.0, 1.0, 0.0, 0.0)
+        encoder = np.maximum(blocks_bytes(case, one, whole=True) - kept_bytes(case, one), 0.0)
+        encoder = encoder + flag(encoder > 0) * widest_bytes(case)
+        working = np.where(np.asarray(stage.blocks.decoder) > 0, encoder, working)
     before = case.software.loss_first * logit_bytes(case) * stage.loss
     working = np.maximum(working - before, 0.0)
     start = stage.embedding * np.minimum(case.mesh.pp, case.mesh.accumulation)
@@ -563,9 +569,16 @@ def transient_bytes(case: Case, stage: Stage) -> Array:
     whole = (own.dense + own.routed) / layers
     gathered = np.asarray(mesh.zero) >= 3
     layer = np.where(gathered, 2 * whole, case.software.dummy_gradients * single)
-    widest = np.maximum(shape.mlp_width * shape.ffn / mesh.tp, shape.hidden / mesh.tp)
-    wide = np.maximum(element * tokens(case) * widest, score_gradient_bytes(case))
+    wide = np.maximum(widest_bytes(case), score_gradient_bytes(case))
     return element * layer + np.where(np.asarray(stage.loss) > 0, 0.0, wide)
+
+
+@once
+def widest_bytes(case: Case) -> Array:
+    """Compute the widest activation of a layer: that of its MLP, or its output."""
+    shape, mesh = case.shape, case.mesh
+    widest = np.maximum(shape.mlp_width * shape.ffn / mesh.tp, shape.hidden / mesh.tp)
+    return mesh.element_bytes * tokens(case) * widest
 
 
 @once
