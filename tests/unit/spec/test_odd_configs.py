@@ -160,8 +160,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "lama"}, '`model_type`: hpctrain does not know models of type "lama"'),
     (
         "llama",
-        {"model_type": "t5"},
-        '`model_type`: hpctrain does not know models of type "t5": its decoder attends to',
+        {"model_type": "whisper"},
+        '`model_type`: hpctrain does not know models of type "whisper": its decoder attends to',
     ),
     ("llama", {"model_type": None}, "this is no config.json: it has no `model_type`"),
     ("mixtral", {"num_experts_per_tok": 99}, "`num_experts_per_tok`: top_k 99 is above"),
