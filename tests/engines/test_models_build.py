@@ -136,7 +136,7 @@ def spec_of(config: Any) -> RunSpec:
 
 
 TUNED = [
-    *(("all", name) for name in SHAPES if "resnet" not in name),
+    *(("all", name) for name in SHAPES if "resnet" not in name and name != "t5"),
     (("c_attn",), "gpt"),
     (("q_proj", "v_proj"), "llama"),
     (("dense",), "bert, classes"),

@@ -245,6 +245,24 @@ def _scaled_if_tied(config: Config) -> Found:
         yield from _output_root(config)
 
 
+def _like_encoder(config: Config) -> Found:
+    """Heads and MLPs of the decoder must have the encoder's sizes (BART)."""
+    for name in ("attention_heads", "ffn_dim"):
+        if config[f"decoder_{name}"] != config[f"encoder_{name}"]:
+            raise UnreadableError(f"decoder_{name}")
+    yield from ()
+
+
+def _write_like_encoder(fields: Config) -> dict[str, Any]:
+    return {"decoder_attention_heads": fields["heads"], "decoder_ffn_dim": fields["ffn"]}
+
+
+def _scaled_embedding(config: Config) -> Found:
+    """Embeddings are multiplied by the root of their size, or not (BartScaledWordEmbedding)."""
+    if config["scale_embedding"]:
+        yield "embedding_scale", config["d_model"] ** 0.5
+
+
 def _query_scalar(config: Config) -> Found:
     """Logits are divided by the root of a number that need not be the head's size (Gemma 2)."""
     scalar = config.get("query_pre_attn_scalar")
@@ -736,6 +754,14 @@ READERS: Mapping[str, Reader] = {
         ("num_decoder_layers", "dense_act_fn", "is_gated_act"),
         _decoder_layers,
         _write_decoder_layers,
+    ),
+    "like_encoder": Reader(
+        ("decoder_attention_heads", "decoder_ffn_dim"), _like_encoder, _write_like_encoder
+    ),
+    "scaled_embedding": Reader(
+        ("scale_embedding",),
+        _scaled_embedding,
+        lambda fields: {"scale_embedding": fields.get("embedding_scale", 1.0) != 1.0},
     ),
     "output_root": Reader(("d_model",), _output_root),
     "scaled_if_tied": Reader(
