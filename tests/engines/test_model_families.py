@@ -207,7 +207,7 @@ def test_operations_are_those_that_torch_counts(file: Path) -> None:
 
 
 # Mamba 2 has none, those of encoder-decoders are not adapted; experts of the others are no linear layers.
-NOT_ADAPTED = ("vit", "resnet", "mamba2", "t5", "mt5", "umt5", "bart", "mbart")
+NOT_ADAPTED = ("vit", "resnet", "mamba2", "t5", "mt5", "umt5", "bart", "mbart", "plbart", "blenderbot")
 ADAPTED = [file for file in FILES if file.stem not in NOT_ADAPTED]
 
 
