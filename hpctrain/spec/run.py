@@ -479,7 +479,7 @@ class RunSpec(Document):
     name: Name = Field(description="First part of the run id")
     model: ModelSpec
     task: Task | None = Field(
-        None, description="What is learned; default: by family, bert: masked words, images: classes"
+        None, description="What is learned; default: by family, bert: masked words, t5: spans"
     )
     lora: LoraSpec | None = Field(None, description="Train thin matrices only; absent: everything")
     data: DataSpec = DataSpec()

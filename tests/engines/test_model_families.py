@@ -15,7 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trial_runs import MODULE_GPT
 
 from hpctrain.engines.train_json import parse_train_config
-from hpctrain.plan.model.parameters import linear_layers, linear_multiplications, total_parameters
+from hpctrain.plan.model.parameters import (
+    attention_flops_per_token,
+    linear_layers,
+    linear_multiplications,
+    total_parameters,
+)
 from hpctrain.spec.families import (
     DIRECTORY,
     Family,
@@ -195,7 +200,10 @@ def test_operations_are_those_that_torch_counts(file: Path) -> None:
     module.config._experts_implementation = "eager"  # products that are counted
     tokens = torch.randint(99, (1, 16))
     model = config.model.model_copy(update={"mtp_layers": 0})
-    written = {"decoder_input_ids": tokens[:, : model.target_seq]} if model.encoder_layers else {}
+    written = {}
+    if model.encoder_layers:
+        module.set_attn_implementation("eager")  # squares that are counted
+        written = {"decoder_input_ids": tokens[:, : model.target_seq]}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(input_ids=tokens, **written)
     counted = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
@@ -204,6 +212,8 @@ def test_operations_are_those_that_torch_counts(file: Path) -> None:
     assert products - squares * any("bmm" in name for name in counted) == pytest.approx(
         2 * linear_multiplications(model), rel=0.005
     ), counted
+    if model.encoder_layers:
+        assert squares == attention_flops_per_token(model) * 16 / 3
 
 
 # Mamba 2 has none, those of encoder-decoders are not adapted; experts of the others are no linear layers.
