@@ -44,7 +44,7 @@ class ModuleConfig(TrainConfig):
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
-        """The directory of the weights, and the tokenizer of tasks that have tokens of their own."""
+        """The directory of the weights, and the tokenizer of tasks with tokens of their own."""
         own = self.task in ("masked_language_modeling", "span_corruption")
         paths = (self.pretrained, self.tokenizer if own else None)
         return tuple(path for path in paths if path is not None)

@@ -554,9 +554,7 @@ def _resnet_problems(model: ModelSpec) -> Iterator[str]:
 # -- The task of a run, and its low-rank adapters (LoRA) ----------------------------------------
 
 
-Task = Literal[
-    "language_modeling", "masked_language_modeling", "span_corruption", "classification"
-]
+Task = Literal["language_modeling", "masked_language_modeling", "span_corruption", "classification"]
 
 
 class LoraSpec(Document):

@@ -31,6 +31,10 @@ def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "model.heads", f"{name} wants hidden {model.hidden} divisible by heads"
     if model.dropout and not family.hidden_dropout:
         yield "model.dropout", f"{name} has dropout 0.0, not {model.dropout}"
+    far, buckets = model.distances.max_distance, model.distances.buckets
+    if model.positions == "relative" and far <= buckets // 2:
+        # the half of them for near distances ends there (T5Attention._relative_position_bucket)
+        yield "model.relative.max_distance", f"{name} wants more than half of the {buckets} buckets"
     if model.mtp_layers:
         yield "model.mtp_layers", f"{name} has no mtp_layers"
 

@@ -127,7 +127,7 @@ def written(case: Case) -> Case:
     shape = case.shape
     if not np.any(shape.decoder_blocks):
         return case
-    return replace(case, shape=replace(shape, seq=shape.target_seq, causal=1))
+    return replace(case, shape=replace(shape, seq=shape.written_seq, causal=1))
 
 
 @once

@@ -111,7 +111,7 @@ class _Kinds:
     mlp: Turn
     moe: Turn
     mamba: Turn
-    decoder: Turn
+    decoding: Turn
     adapters: Turn
     start: Turn
     end: Turn
@@ -131,8 +131,8 @@ class _Kinds:
             passes = block.adapters(case)
             adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
         moe_turn = _moe_turn(case) if np.any(case.shape.moe_blocks) else nothing
-        each = (_attention_turn(case), _mlp_turn(case), moe_turn, mamba_turn)
-        each = (*each, decoder, adapters)
+        plain_turns = (_attention_turn(case), _mlp_turn(case), moe_turn, mamba_turn)
+        each = (*plain_turns, decoder, adapters)
         head = _plain(own, block.output_layer(own), 0.0)
         share = case.mesh.waiting_outputs / case.mesh.accumulation
         waiting = share * block.output_gradient(own)
@@ -154,7 +154,7 @@ class _Kinds:
             + self.mlp.times(blocks.mlp)
             + self.moe.times(blocks.moe)
             + self.mamba.times(blocks.mamba)
-            + self.decoder.times(blocks.decoder)
+            + self.decoding.times(blocks.decoder)
             + self.adapters.times(blocks.layers)
         )
         host, behind_sizes = launch_seconds(self.case, blocks)

@@ -35,7 +35,7 @@ def all_blocks(case: Case) -> Blocks:
     """Count the blocks of the whole model, without multi-token prediction layers."""
     shape = case.shape
     return Blocks(
-        shape.layers + shape.encoder_layers,
+        shape.layers + shape.beside_layers,
         shape.attention_blocks,
         shape.mlp_blocks,
         shape.moe_blocks,
@@ -52,7 +52,7 @@ def first_blocks(case: Case) -> Blocks:
     dense = np.minimum(shape.mlp_blocks, layers)
     first = np.asarray(shape.dense_first) > 0
     return Blocks(
-        layers + shape.encoder_layers,
+        layers + shape.beside_layers,
         even.attention,
         np.where(first, dense, even.mlp),
         np.where(first, layers - dense, even.moe),

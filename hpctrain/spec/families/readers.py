@@ -233,7 +233,7 @@ def _write_decoder_layers(fields: Config) -> dict[str, Any]:
 
 
 def _output_root(config: Config) -> Found:
-    """The output layer's input is divided by the root of its size (UMT5ForConditionalGeneration)."""
+    """What the output layer reads is divided by the root of its size (modeling_umt5.py)."""
     yield "logit_scale", config["d_model"] ** -0.5
 
 

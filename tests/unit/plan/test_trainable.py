@@ -197,9 +197,20 @@ T5: dict[str, Any] = dict(family="t5", encoder_layers=2, head_dim=16, logit_scal
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (T5, dict(lora={}), "lora", "hpctrain adapts no encoder-decoders, and a t5 is one"),
     (T5, dict(task="language_modeling"), "task", "a t5 learns span_corruption, not language"),
+    (
+        dict(T5, relative=dict(max_distance=16)),
+        {},
+        "model.relative.max_distance",
+        "wants more than half of the 32 buckets",
+    ),
     (dict(T5, logit_scale=1.0), {}, "model.logit_scale", "has logit_scale 0.125, not 1.0"),
     (dict(T5, attention=dict(scale=0.5)), {}, "model.attention.scale", "scale 1.0, not 0.5"),
-    (dict(T5, activation="geglu", ffn=64), {}, "model.activation", "has activation relu, not geglu"),
+    (
+        dict(T5, activation="geglu", ffn=64),
+        {},
+        "model.activation",
+        "has activation relu, not geglu",
+    ),
     (dict(family="gpt", positions="rope"), {}, "model.positions", "has positions learned, not rop"),
     (dict(family="gpt", bias=False), {}, "model.bias", "GPT2LMHeadModel has bias true, not false"),
     (dict(family="gpt", kv_heads=2), {}, "model.kv_heads", "has kv_heads 4, not 2"),

@@ -29,7 +29,14 @@ LLAMA70B = dict(
 )
 PREDICTING = dict(DEEPSEEK_V3, mtp_layers=1)
 T5_BASE = dict(
-    family="t5", layers=12, encoder_layers=12, hidden=768, heads=12, head_dim=64, vocab=32128, seq=512
+    family="t5",
+    layers=12,
+    encoder_layers=12,
+    hidden=768,
+    heads=12,
+    head_dim=64,
+    vocab=32128,
+    seq=512,
 )
 BIASED_EXPERTS = dict(GPT2, moe=dict(experts=8, top_k=1, ffn=3072, dense_layers=2))
 
