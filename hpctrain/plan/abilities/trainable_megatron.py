@@ -189,10 +189,12 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
 
 
 def missing_parts(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield (field of `model`, why megatron-core has it not)."""
+    """Yield (field of `model`, why megatron-core has it not); of an encoder that alone."""
     for has, field, why in _MISSING:
         if has(model):
             yield field, why
+            if model.encoder_layers:
+                return
 
 
 # Parts that hpctrain adds to megatron-core, in a process of its own alone: an external Megatron-LM
