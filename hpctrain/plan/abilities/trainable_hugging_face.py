@@ -49,6 +49,11 @@ def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "task", "classification of texts needs `model.classes`, their number"
     elif task != "classification" and model.classes is not None:
         yield "model.classes", f"classes are for `task: classification`, not for {task}"
+    if task == "span_corruption" and spec.data.documents != "joined":
+        yield (
+            "data.documents",
+            f"spans are cut out of joined documents, not of {spec.data.documents}",
+        )
     if spec.lora is not None and model.encoder_layers:
         yield "lora", f"hpctrain adapts no encoder-decoders, and a {family} is one"
     elif spec.lora is not None and not layers:

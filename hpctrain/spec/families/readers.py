@@ -234,7 +234,8 @@ def _write_decoder_layers(fields: Config) -> dict[str, Any]:
 
 def _output_root(config: Config) -> Found:
     """What the output layer reads is divided by the root of its size (modeling_umt5.py)."""
-    yield "logit_scale", config["d_model"] ** -0.5
+    if (size := config["d_model"]) > 0:
+        yield "logit_scale", size**-0.5
 
 
 def _scaled_if_tied(config: Config) -> Found:
@@ -259,8 +260,8 @@ def _write_like_encoder(fields: Config) -> dict[str, Any]:
 
 def _scaled_embedding(config: Config) -> Found:
     """Embeddings are multiplied by the root of their size, or not (BartScaledWordEmbedding)."""
-    if config["scale_embedding"]:
-        yield "embedding_scale", config["d_model"] ** 0.5
+    if config["scale_embedding"] and (size := config["d_model"]) > 0:
+        yield "embedding_scale", size**0.5
 
 
 def _query_scalar(config: Config) -> Found:

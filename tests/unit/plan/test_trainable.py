@@ -196,6 +196,12 @@ def test_classes_of_texts_are_a_task_of_their_own() -> None:
 T5: dict[str, Any] = dict(family="t5", encoder_layers=2, head_dim=16, logit_scale=0.125)
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (T5, dict(lora={}), "lora", "hpctrain adapts no encoder-decoders, and a t5 is one"),
+    (
+        T5,
+        dict(data=dict(documents="separate", document_end=1)),
+        "data.documents",
+        "joined documents, not of separate",
+    ),
     (T5, dict(task="language_modeling"), "task", "a t5 learns span_corruption, not language"),
     (
         dict(T5, relative=dict(max_distance=16)),

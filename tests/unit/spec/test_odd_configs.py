@@ -164,6 +164,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         '`model_type`: hpctrain does not know models of type "whisper": its decoder attends to',
     ),
     ("llama", {"model_type": None}, "this is no config.json: it has no `model_type`"),
+    ("umt5", {"d_model": -512}, "`d_model`: must be at least 8, got `-512`"),
+    ("mbart", {"d_model": -512}, "`d_model`: must be at least 8, got `-512`"),
     ("mixtral", {"num_experts_per_tok": 99}, "`num_experts_per_tok`: top_k 99 is above"),
     ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` is true"),
     ("gemma3", {"text_config": {"num_hidden_layers": 0}}, "`num_hidden_layers`: must be at least"),
