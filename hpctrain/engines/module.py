@@ -44,16 +44,24 @@ class ModuleConfig(TrainConfig):
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
-        """The directories of weights and code, and the tokenizer for masked language modeling."""
-        masked, counted = self.task == "masked_language_modeling", self.model.counted
+        """The directories of weights and code, and the tokenizer of tasks with tokens of their own."""
+        own = self.task in ("masked_language_modeling", "span_corruption")
+        counted = self.model.counted
         code = counted.remote_code.directory if counted and counted.remote_code else None
-        paths = (self.pretrained, self.tokenizer if masked else None, code)
+        paths = (self.pretrained, self.tokenizer if own else None, code)
         return tuple(path for path in paths if path is not None)
 
     @property
     def labels_per_sample(self) -> int:
         """Most labels of one sample: its tokens, or one class."""
+        if self.task == "span_corruption":
+            return self.model.target_seq
         return 1 if self.task == "classification" else self.seq_length
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of a text from which a sample is made."""
+        return self.model.spans.text if self.task == "span_corruption" else self.seq_length
 
 
 def module_config(job: TrainingJob) -> ModuleConfig:

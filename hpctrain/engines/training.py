@@ -172,6 +172,11 @@ class TrainConfig(Document):
         return ()
 
     @property
+    def text_length(self) -> int:
+        """Tokens of a text from which a sample is made."""
+        return self.seq_length
+
+    @property
     def checkout_directory(self) -> str | None:
         """The checkout whose code trains; None for an engine that is installed."""
         return None

@@ -100,6 +100,21 @@ class RopeSpec(Document):
     scaling: RopeScaling | None = Field(None, description="For longer sequences; absent: none")
 
 
+class RelativeSpec(Document):
+    """Learned numbers for distances, which are added to the logits of attention.
+
+    Raffel et al. 2020 (arXiv 1910.10683), section 2.1; transformers, modeling_t5.py.
+    """
+
+    buckets: int = Field(32, ge=4, le=MOST_WIDTH, description="Numbers of each head")
+    max_distance: int = Field(
+        128, ge=2, le=MOST_TOKENS, description="Distance from which all have the last of them"
+    )
+    each_layer: bool = Field(
+        False, description="Each layer has numbers of its own (UMT5), else all share them (T5)"
+    )
+
+
 class MoeSpec(Document):
     """Mixture of experts in place of the MLP: every token goes to `top_k` of `experts` MLPs."""
 

@@ -26,6 +26,7 @@ from hpctrain.spec.architecture import (
     Mixer,
     MlaSpec,
     MoeSpec,
+    RelativeSpec,
     RopeSpec,
 )
 from hpctrain.spec.document import Contradiction, Document
@@ -100,6 +101,13 @@ class ModelSpec(Document):
         le=MOST_LAYERS,
         description="Number of transformer layers; resnet: 18, 34, 50, 101 or 152",
     )
+    encoder_layers: int = Field(
+        0,
+        ge=0,
+        le=MOST_LAYERS,
+        description="Layers of an encoder beside them, alike in all other sizes: each of `layers` "
+        "attends to what it returns as well (T5, BART); `seq` is its length",
+    )
     hidden: int = Field(
         ge=8, le=MOST_WIDTH, description="Hidden size; resnet: follows from `layers`"
     )
@@ -153,7 +161,7 @@ class ModelSpec(Document):
     parallel_residual: Literal["one_norm", "two_norms"] | None = Field(
         None, description="Attention and MLP have the same input (GPT-J, Falcon; GPT-NeoX)"
     )
-    positions: Literal["learned", "rope", "alibi", "none"] | None = Field(
+    positions: Literal["learned", "rope", "alibi", "relative", "none"] | None = Field(
         None, description="llama: rope, others: learned"
     )
     position_offset: int = Field(
@@ -164,6 +172,9 @@ class ModelSpec(Document):
     )
     rope_base: float = Field(10000, ge=1, description="Base of the rotary angles (theta)")
     rope: RopeSpec | None = Field(None, description="More about rotary positions; absent: plain")
+    relative: RelativeSpec | None = Field(
+        None, description="More about relative positions; absent: as T5 has them"
+    )
     tied: bool | None = Field(
         None, description="Share input and output embeddings; llama, vit: false, others: true"
     )
@@ -316,6 +327,11 @@ class ModelSpec(Document):
         return self.rope or RopeSpec()
 
     @property
+    def distances(self) -> RelativeSpec:
+        """The part `relative`, as T5 has it if it is absent."""
+        return self.relative or RelativeSpec()
+
+    @property
     def qkv_bias(self) -> bool:
         return self.bias in (True, "qkv", "attention")
 
@@ -351,6 +367,16 @@ class ModelSpec(Document):
         """Whether a token attends only to earlier ones: GPT and Llama, but no encoder."""
         return not self.bidirectional
 
+    @cached_property
+    def spans(self) -> SpanLengths:
+        """How many tokens of a text an encoder-decoder reads and writes as a sample."""
+        return span_lengths(self.seq)
+
+    @property
+    def target_seq(self) -> int:
+        """Tokens of a sample that `layers` read: fewer than `seq` behind an encoder."""
+        return self.spans.targets if self.encoder_layers else self.seq
+
     @property
     def reads_masked_text(self) -> bool:
         """Whether it is an encoder of texts (BERT, RoBERTa, DistilBERT)."""
@@ -385,6 +411,45 @@ class ModelSpec(Document):
     def has_mlp(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has a dense MLP."""
         return self.kinds[layer].mlp
+
+
+# Raffel et al. 2020 (arXiv 1910.10683), section 3.1.4: 15 % of the tokens are left out, in spans of
+# three tokens in the mean.
+LEFT_OUT, MEAN_SPAN = 0.15, 3
+
+
+class SpanLengths(NamedTuple):
+    """Tokens of a sample of span corruption: of its text, and left out of it, in so many spans."""
+
+    text: int
+    left_out: int
+    spans: int
+
+    @property
+    def inputs(self) -> int:
+        """The text with a sentinel in place of each span, and its end."""
+        return self.text - self.left_out + self.spans + 1
+
+    @property
+    def targets(self) -> int:
+        """What was left out, each span behind its sentinel, and the end."""
+        return self.left_out + self.spans + 1
+
+
+def span_lengths(inputs: int) -> SpanLengths:
+    """Find the longest text of which an encoder reads `inputs` tokens.
+
+    As `random_spans_helper` of google-research/text-to-text-transfer-transformer
+    (t5/data/preprocessors.py) with `random_spans_noise_mask`: at least one token is left out.
+    """
+
+    def lengths(text: int) -> SpanLengths:
+        left_out = max(1, round(text * LEFT_OUT))
+        return SpanLengths(text, left_out, max(1, round(left_out / MEAN_SPAN)))
+
+    near = round((inputs - 1) / (1 - LEFT_OUT + LEFT_OUT / MEAN_SPAN))
+    around = map(lengths, range(max(1, near - 3), near + 4))
+    return max(found for found in around if found.inputs <= inputs)
 
 
 class ModelAlone(Document):
@@ -450,6 +515,7 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
     wrong = [name for name, value in causal_only.items() if value]
     if wrong and not model.causal:
         yield f"{wrong[0]} goes with causal language models, not with {model.family}"
+    yield from _encoder_problems(model)
     if model.classes is not None and model.reads_images:
         yield f"classes of a {model.family} are its `vocab`: remove `classes`"
     if model.classes is not None and not model.reads_masked_text:
@@ -508,6 +574,22 @@ def _counted_problems(model: ModelSpec) -> Iterator[str]:
             yield f"{name}: a counted model is what its config.json says, remove the field"
 
 
+def _encoder_problems(model: ModelSpec) -> Iterator[str]:
+    if model.relative is not None and model.positions != "relative":
+        yield "relative goes with `positions: relative`"
+    if not model.encoder_layers:
+        if model.positions == "relative":
+            yield "relative positions are those of a model with `encoder_layers`"
+        return
+    special = model.bidirectional or model.single_blocks or model.mla or model.mtp_layers
+    if special or {*model.kinds} != {LayerKind("full", mlp=True, experts=False)}:
+        yield "encoder_layers goes with plain layers: attention to all tokens and an MLP"
+    if model.seq < 4:
+        yield f"seq {model.seq} leaves an encoder no span of its text"
+    if model.init_std is not None:
+        yield "init_std: the first weights of an encoder-decoder follow from its class"
+
+
 def _resnet_problems(model: ModelSpec) -> Iterator[str]:
     if model.init_std is not None:
         yield "init_std: the first weights of a ResNet follow from its widths (He et al. 2015)"
@@ -525,7 +607,7 @@ def _resnet_problems(model: ModelSpec) -> Iterator[str]:
 # -- The task of a run, and its low-rank adapters (LoRA) ----------------------------------------
 
 
-Task = Literal["language_modeling", "masked_language_modeling", "classification"]
+Task = Literal["language_modeling", "masked_language_modeling", "span_corruption", "classification"]
 
 
 class LoraSpec(Document):

@@ -485,7 +485,7 @@ class RunSpec(Document):
     name: Name = Field(description="First part of the run id")
     model: ModelSpec
     task: Task | None = Field(
-        None, description="What is learned; default: by family, bert: masked words, images: classes"
+        None, description="What is learned; default: by family, bert: masked words, t5: spans"
     )
     lora: LoraSpec | None = Field(None, description="Train thin matrices only; absent: everything")
     data: DataSpec = DataSpec()
@@ -646,6 +646,8 @@ class RunSpec(Document):
             return self.task
         if self.model.reads_images or self.model.classes is not None:
             return "classification"
+        if self.model.encoder_layers:
+            return "span_corruption"
         return "language_modeling" if self.model.causal else "masked_language_modeling"
 
     @property

@@ -67,6 +67,10 @@ BERT: dict[str, Any] = dict(
     task="masked_language_modeling",
 )
 MASKED: dict[str, Any] = dict(PLAIN, **BERT)
+T5: dict[str, Any] = dict(
+    model=dict(BERT["model"], family="t5", encoder_layers=3, head_dim=16, logit_scale=64**-0.5),
+    task="span_corruption",
+)
 HOST = dict(offload_optimizer="cpu", offload_parameters="cpu")
 TWO_STAGES = dict(pipeline_stages=(1, 1))
 ONE_REPLICA = dict(data_parallel_size=1)
@@ -142,6 +146,12 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
     "masked, stage 3": (MASKED, dict(BERT, zero_stage=3), ROUNDING, NORMS),
     "masked, stage 0": (MASKED, dict(BERT, zero_stage=0), ROUNDING, NORMS),
     "masked, stage 1": (MASKED, dict(BERT, zero_stage=1), ROUNDING, NORMS),
+    "spans, stage 3, recomputed": (
+        dict(PLAIN, **T5),
+        dict(T5, zero_stage=3, activation_checkpointing=True),
+        ROUNDING,
+        NORMS,
+    ),
     # Stage 1 has an optimizer class of its own there (BF16_Optimizer), without a scale.
     "masked, bf16": (MASKED, dict(BERT, precision="bf16"), BF16_ROUNDING, 0.05),
 }

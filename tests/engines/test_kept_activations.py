@@ -46,6 +46,10 @@ LLAMA = dict(
     family="llama", layers=3, hidden=512, ffn=1408, heads=8, kv_heads=2, vocab=5000, seq=512
 )
 BERT = dict(family="bert", layers=3, hidden=512, heads=8, vocab=5000, seq=512, dropout=0.0)
+T5 = dict(
+    family="t5", layers=3, encoder_layers=4, hidden=512, head_dim=64, heads=8, vocab=5000, seq=512
+)
+T5 |= dict(activation="geglu_tanh", ffn=1024, logit_scale=512**-0.5)
 VIT = dict(family="vit", layers=8, hidden=512, heads=8, vocab=100, image=224, patch=16)
 RESNET = dict(family="resnet", layers=50, vocab=100, image=224)
 BF16, FP32 = dict(precision="bf16"), dict(precision="fp32")
@@ -63,6 +67,9 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "llama, fp32": (of(LLAMA, "ddp", **FP32), 0.02),
     "llama, autocast": (of(LLAMA, "ddp", **BF16), 0.02),
     "bert, autocast": (of(BERT, "ddp", **BF16), 0.02),
+    "t5, bf16": (of(T5, "fsdp", **BF16), 0.03),
+    "t5, autocast": (of(T5, "ddp", **BF16), 0.03),
+    "t5, recomputed": (of(T5, "fsdp", recompute="full", **BF16), 0.1),
     "vit, bf16": (of(VIT, "fsdp", **BF16), 0.02),
     "resnet, autocast": (of(RESNET, "ddp", **BF16), 0.02),
     "gpt, recomputed": (of(GPT, "fsdp", recompute="full", **BF16), 0.1),
@@ -165,12 +172,20 @@ def batch_of(config: ModuleConfig) -> SimpleNamespace:
 
 
 def loss_function(config: ModuleConfig) -> Loss:
-    """Which words are masked is drawn outside of what is counted."""
+    """Which words are masked or left out is drawn outside of what is counted."""
+    if config.model.encoder_layers:
+        return lambda module, batch: written_sum(module, batch, config.model.target_seq)
     if config.model.family != "bert":
         return loss_of(config)
     return lambda module, batch: masked_sum(
         module(input_ids=batch.tokens).logits, batch.tokens, batch.loss_mask
     )
+
+
+def written_sum(module: Any, batch: Any, length: int) -> Any:
+    text = batch.tokens[:, :length]
+    logits = module(input_ids=batch.tokens, decoder_input_ids=text, use_cache=False).logits
+    return masked_sum(logits, text, batch.loss_mask[:, :length])
 
 
 def counted_bytes(

@@ -17,7 +17,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trial_runs import MODULE_GPT
 
 from hpctrain.engines.train_json import parse_train_config
-from hpctrain.plan.model.parameters import linear_layers, linear_parameters, total_parameters
+from hpctrain.plan.model.parameters import (
+    attention_flops_per_token,
+    linear_layers,
+    linear_multiplications,
+    total_parameters,
+)
 from hpctrain.spec.families import (
     DIRECTORY,
     Family,
@@ -165,7 +170,8 @@ def test_a_config_becomes_the_model_that_its_class_computes(file: Path) -> None:
         name.endswith("bias") for name, _ in module.named_parameters() if name not in learned
     )
     assert sum(one.numel() for one in learned.values()) == total_parameters(model)
-    assert len(blocks_of(module)) == (0 if file.stem == "resnet" else model.layers)
+    blocks = model.layers + model.encoder_layers
+    assert len(blocks_of(module)) == (0 if file.stem == "resnet" else blocks)
     assert list(differences(model)) == [] == disagreements(model, model.config)
     loss, _ = loss_of(config)(module, batch_of(config))
     loss.backward()
@@ -174,6 +180,7 @@ def test_a_config_becomes_the_model_that_its_class_computes(file: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bart", {"decoder_ffn_dim": 128}, "decoder_ffn_dim"),
     ("cohere2", {"sliding_window": None}, "sliding_window"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("granite_swa", {"layer_rope_theta": [1e4, 1e5, 1e4, 1e4, 1e4, 1e4]}, "layer_rope_theta"),
@@ -189,6 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rope_parameters",
     ),
     ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("t5", {"dense_act_fn": "silu"}, "dense_act_fn"),
     ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
 ]
 
@@ -208,6 +216,7 @@ OTHER_CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("mellum", {"mlp_layer_types": ["sparse"] * 6, **ALL_FULL}),
     ("minicpm3", {"scale_depth": None, "dim_model_base": None, "v_head_dim": None}),
     ("persimmon", {"qk_layernorm": False}),
+    ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 ]
 
 
@@ -242,19 +251,29 @@ def test_operations_are_those_that_torch_counts(file: Path) -> None:
     module = build_module(config, device=torch.device("cpu")).eval()
     module.config._experts_implementation = "eager"  # products that are counted
     tokens = torch.randint(99, (1, 16))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(input_ids=tokens)
     model = config.model.model_copy(update={"mtp_layers": 0})
+    written = {}
+    if model.encoder_layers:
+        module.set_attn_implementation("eager")  # squares that are counted
+        written = {"decoder_input_ids": tokens[:, : model.target_seq]}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(input_ids=tokens, **written)
     counted = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for name, flops in counted.items() if "mm" in name)
     squares = sum(flops for name, flops in counted.items() if "attention" in name or "bmm" in name)
     assert products - squares * any("bmm" in name for name in counted) == pytest.approx(
-        2 * 16 * linear_parameters(model), rel=0.005
+        2 * linear_multiplications(model), rel=0.005
     ), counted
+    if model.encoder_layers:
+        assert squares == attention_flops_per_token(model) * 16 / 3
 
 
-# Mamba 2 has none; experts of the others are no linear layers.
-ADAPTED = [file for file in FILES if file.stem not in ("vit", "resnet", "mamba2")]
+# Mamba 2 has none, encoder-decoders are not adapted; experts of the others are no linear layers.
+ADAPTED = [
+    file
+    for file in FILES
+    if file.stem not in ("vit", "resnet", "mamba2") and "decoder_layers" not in file.read_text()
+]
 
 
 @pytest.mark.parametrize("file", ADAPTED, ids=lambda file: file.stem)

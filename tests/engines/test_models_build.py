@@ -25,7 +25,7 @@ from hpctrain.engines.train_json import parse_train_config
 from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.parameters import count_model, total_parameters
-from hpctrain.spec.model import LoraSpec
+from hpctrain.spec.model import LoraSpec, span_lengths
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.train.engines.models.allocation import allocate, slice_offsets
 from hpctrain.train.engines.models.build import (
@@ -34,7 +34,7 @@ from hpctrain.train.engines.models.build import (
     build_on_meta,
     merge_adapters,
 )
-from hpctrain.train.engines.models.tasks import loss_of, masking_of
+from hpctrain.train.engines.models.tasks import corruption_of, loss_of, masking_of
 from hpctrain.train.initial_weights import initial_weight, recording
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -49,6 +49,10 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "bert, classes": (dict(TEXT, family="bert", classes=3), CLASSES),
     "distilbert": (dict(TEXT, family="distilbert"), MASKED),
     "distilbert, classes": (dict(TEXT, family="distilbert", classes=3), CLASSES),
+    "t5": (
+        dict(TEXT, family="t5", encoder_layers=3, head_dim=8, logit_scale=32**-0.5),
+        "span_corruption",
+    ),
     "vit": (
         dict(family="vit", layers=2, hidden=32, heads=4, ffn=64, vocab=10, image=16, patch=4),
         CLASSES,
@@ -70,7 +74,7 @@ def config_of(name: str, **changes: Any) -> Any:
 def batch_of(config: Any) -> Any:
     """Whatever any of the tasks asks for; two samples."""
     torch.manual_seed(3)
-    tokens = torch.randint(99, (2, 16))
+    tokens = torch.randint(99, (2, config.text_length))
     whole_texts = config.task == CLASSES
     return SimpleNamespace(
         tokens=tokens,
@@ -94,7 +98,8 @@ def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> 
     module = build_module(config, device=CPU)
     count = sum(one.numel() for one in module.parameters())
     assert count == total_parameters(config.model) == planned(config)
-    assert len(blocks_of(module)) == (0 if "resnet" in name else config.model.layers)
+    layers = config.model.layers + config.model.encoder_layers
+    assert len(blocks_of(module)) == (0 if "resnet" in name else layers)
     assert module.training and {one.dtype for one in module.parameters()} == {torch.float32}
     loss, number = loss_of(config)(module, batch_of(config))
     loss.backward()
@@ -131,7 +136,7 @@ def spec_of(config: Any) -> RunSpec:
 
 
 TUNED = [
-    *(("all", name) for name in SHAPES if "resnet" not in name),
+    *(("all", name) for name in SHAPES if "resnet" not in name and name != "t5"),
     (("c_attn",), "gpt"),
     (("q_proj", "v_proj"), "llama"),
     (("dense",), "bert, classes"),
@@ -257,6 +262,66 @@ def test_shares_of_masked_words_are_those_of_the_paper(tmp_path: Path) -> None:
     assert abs(guessed / 40000 - 0.15) < 0.01
     assert abs((shown == 1).sum().item() / guessed - 0.8) < 0.02
     assert abs(((shown == tokens) & hidden).sum().item() / guessed - 0.1) < 0.02
+
+
+# -- spans ------------------------------------------------------------------------------------
+def corrupted(seq: int, samples: range = range(3), **changes: Any) -> tuple[Any, Any, Any]:
+    """(text, what is read and written of it, the corruption)."""
+    corruption = corruption_of(config_of("t5", model=dict(seq=seq), seq_length=seq, **changes))
+    tokens = torch.randint(2, 50, (len(samples), corruption.lengths.text))
+    return tokens, corruption.apply(tokens, samples), corruption
+
+
+@pytest.mark.parametrize("seq", [4, 16, 45, 512])
+def test_what_is_read_and_what_is_written_make_the_text(seq: int) -> None:
+    tokens, (read, written, labels), corruption = corrupted(seq, vocab_size=200)
+    spans, end = corruption.lengths.spans, 1
+    assert read.shape == (3, seq) and labels.shape == (3, corruption.lengths.targets)
+    assert written[:, 0].tolist() == [0] * 3 and torch.equal(written[:, 1:], labels[:, :-1])
+    for text, source, target in zip(tokens.tolist(), read.tolist(), labels.tolist(), strict=True):
+        assert source.pop() == end == target.pop()
+        sentinels = [token for token in source if token >= 100]
+        assert sentinels == [199 - n for n in range(spans)] == [t for t in target if t >= 100]
+        assert source[0] < 100 and target[0] == 199, "a text begins with what is kept"
+        for n, sentinel in enumerate(sentinels):
+            first = target.index(sentinel) + 1
+            last = target.index(199 - n - 1) if n + 1 < spans else len(target)
+            assert last > first
+            source[(at := source.index(sentinel)) : at + 1] = target[first:last]
+        assert source == text
+
+
+def test_spans_depend_on_seed_and_sample_alone() -> None:
+    tokens, whole, corruption = corrupted(45, range(10, 13))
+    alone = [corruption.apply(tokens[n : n + 1], range(10 + n, 11 + n)) for n in range(3)]
+    assert all(torch.equal(torch.cat(parts), one) for parts, one in zip(zip(*alone), whole))  # noqa: B905
+    assert not torch.equal(corruption.apply(tokens, range(20, 23))[0], whole[0])
+
+
+def test_lengths_of_spans_are_those_of_the_reference() -> None:
+    """512 tokens of a text of 568, and 114 to write: t5's `compute_input_and_target_lengths`."""
+    assert span_lengths(512) == (568, 85, 28) and span_lengths(512).targets == 114
+    for inputs in range(4, 3000):
+        found = span_lengths(inputs)
+        assert found.inputs == inputs
+        longer = found.text + 1
+        noise = round(longer * 0.15)
+        assert longer - noise + round(noise / 3) + 1 > inputs or inputs < 20
+
+
+@pytest.mark.parametrize("missing", ["<pad>", "</s>", "<extra_id_1>"])
+def test_a_tokenizer_without_enough_sentinels_is_refused(missing: str, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    names = ["<pad>", "</s>", *(f"<extra_id_{n}>" for n in range(2))]
+    special = [dict(id=n, content=c, special=True) for n, c in enumerate(names, 90)]
+    tokenizer.write_text(json.dumps({"added_tokens": special}))
+    _, (read, written, labels), _ = corrupted(45, tokenizer=str(tokenizer))
+    assert written[0, 0] == 90 and labels[0, 0] == 92 and read[0, -1] == labels[0, -1] == 91
+    assert {92, 93} <= {*read[0].tolist()}
+    rest = [one for one in special if one["content"] != missing]
+    tokenizer.write_text(json.dumps({"added_tokens": rest}))
+    with pytest.raises(InvalidInputError, match=f"the tokenizer has no {missing}: span corruption"):
+        corrupted(45, tokenizer=str(tokenizer))
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:

@@ -214,6 +214,47 @@ def test_masked_words_are_learned_alike_on_any_number_of_ranks(trial: MakeTrial)
     assert_near(spread, alone, 1, ROUNDING, 10 * ROUNDING)
 
 
+SPANS: dict[str, Any] = dict(
+    MODULE_GPT,
+    model=dict(ENCODER, family="t5", encoder_layers=3, head_dim=16, logit_scale=64**-0.5),
+    task="span_corruption",
+)
+# Version 1.1: a gated MLP, and an output matrix of its own.
+GATED = dict(SPANS, model={**SPANS["model"], "activation": "geglu_tanh", "tied": False})
+GATED["model"]["logit_scale"] = 1.0
+
+
+def of_spans(engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return (SPANS, FSDP) if engine == "fsdp" else (GATED, TWO)
+
+
+@pytest.mark.parametrize("engine", varied(("ddp", "fsdp"), "fsdp"))
+def test_a_run_that_learns_spans_resumes_exactly(engine: str, trial: MakeTrial) -> None:
+    settings, layout = of_spans(engine)
+    whole = trained(settings, **SHORT, **layout)
+    assert whole.losses[4] < whole.losses[1] - 0.1
+    assert_resumes_exactly(trial(settings, **SHORT, **layout), whole, 2)
+
+
+@pytest.mark.variant("test_a_run_that_learns_spans_resumes_exactly")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_spans_are_learned_alike_and_exported(
+    engine: str, trial: MakeTrial, tmp_path: Path
+) -> None:
+    """By all ranks together as by one; what comes out is the class's, and begins another run."""
+    settings, layout = of_spans(engine)
+    alone, spread = trained(settings, **SHORT), trained(settings, **SHORT, **layout)
+    assert_near(spread, alone, 1, ROUNDING, 10 * ROUNDING)
+    weights = exported(spread, 4, tmp_path / "hf")
+    module = class_named("T5ForConditionalGeneration").from_pretrained(tmp_path / "hf")
+    assert ("lm_head.weight" in weights) == (settings is GATED)
+    assert module.config.scale_decoder_outputs == (settings is SPANS)
+    start = {**settings["model"], "pretrained": str(tmp_path / "hf")}
+    second = trial(settings, **{**SHORT, "model": start})
+    assert second.train() == [0]
+    assert second.losses[1] < alone.losses[3]
+
+
 @pytest.mark.variant("test_weights_come_from_a_directory")
 def test_a_weight_with_fewer_rows_than_ranks_is_saved_and_resumed(trial: MakeTrial) -> None:
     """BERT's embedding of two segments, over three ranks: one of them has nothing of it."""

@@ -109,7 +109,7 @@ def readable_formats(spec: RunSpec) -> tuple[DataFormat, ...]:
     task = spec.learned_task
     if task == "language_modeling":
         return ("tokens", "packed") if spec.engine.abilities.reads_packed else ("tokens",)
-    if task == "masked_language_modeling":
+    if task in ("masked_language_modeling", "span_corruption"):
         return ("tokens",)
     return ("images", "arrays") if spec.model.reads_images else ("examples",)
 

@@ -31,6 +31,10 @@ def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "model.heads", f"{name} wants hidden {model.hidden} divisible by heads"
     if model.dropout and not family.hidden_dropout:
         yield "model.dropout", f"{name} has dropout 0.0, not {model.dropout}"
+    far, buckets = model.distances.max_distance, model.distances.buckets
+    if model.positions == "relative" and far <= buckets // 2:
+        # the half of them for near distances ends there (T5Attention._relative_position_bucket)
+        yield "model.relative.max_distance", f"{name} wants more than half of the {buckets} buckets"
     if model.mtp_layers:
         yield "model.mtp_layers", f"{name} has no mtp_layers"
 
@@ -45,7 +49,14 @@ def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "task", "classification of texts needs `model.classes`, their number"
     elif task != "classification" and model.classes is not None:
         yield "model.classes", f"classes are for `task: classification`, not for {task}"
-    if spec.lora is not None and not layers:
+    if task == "span_corruption" and spec.data.documents != "joined":
+        yield (
+            "data.documents",
+            f"spans are cut out of joined documents, not of {spec.data.documents}",
+        )
+    if spec.lora is not None and model.encoder_layers:
+        yield "lora", f"hpctrain adapts no encoder-decoders, and a {name} is one"
+    elif spec.lora is not None and not layers:
         yield "lora", f"LoRA adapts linear layers, none are known of a {name}"
     elif spec.lora is not None and spec.lora.targets != "all":
         unknown = ", ".join(sorted(set(spec.lora.targets) - set(layers)))

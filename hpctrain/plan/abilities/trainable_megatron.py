@@ -29,6 +29,11 @@ def _chosen_from_groups(model: ModelSpec) -> int | None:
 # (`train/engines/megatron/layers.py`) do not have: whether a model has one, its field, and why not.
 _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
     (
+        lambda model: model.encoder_layers,
+        "encoder_layers",
+        "its GPT attends to no encoder: train by fsdp, ddp or deepspeed",
+    ),
+    (
         lambda model: model.reads_masked_text and model.family != "bert",
         "family",
         "its encoder is BERT's, with two segments and a norm before each part",
@@ -194,13 +199,15 @@ _MISSING: tuple[tuple[Callable[[ModelSpec], object], str, str], ...] = (
 
 
 def missing_parts(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield (field of `model`, why megatron-core has it not)."""
+    """Yield (field of `model`, why megatron-core has it not); of an encoder that alone."""
     if model.counted is not None:
         yield "config", missing_part(model.config or {}) or "it is known by a count alone"
         return
     for has, field, why in _MISSING:
         if has(model):
             yield field, why
+            if model.encoder_layers:
+                return
 
 
 # Parts that hpctrain adds to megatron-core, in a process of its own alone: an external Megatron-LM
@@ -258,7 +265,7 @@ def own_layers_for(model: ModelSpec) -> str | None:
     return next((name for name, present in parts.items() if present), None)
 
 
-_LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
+_LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling", "span_corruption")
 
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -122,6 +122,28 @@ def tokens(case: Case) -> Array:
 
 
 @once
+def written(case: Case) -> Case:
+    """Return the case of what a decoder reads and predicts, where that is another text."""
+    shape = case.shape
+    if not np.any(shape.decoder_blocks):
+        return case
+    return replace(case, shape=replace(shape, seq=shape.written_seq, causal=1))
+
+
+@once
+def across(case: Case) -> Case:
+    """Return the case of a decoder's attention to what an encoder returns."""
+    return replace(case, shape=replace(written(case).shape, key_seq=case.shape.seq, causal=0))
+
+
+@once
+def key_share(case: Case) -> Array:
+    """Return the tokens of which keys and values are over those of queries."""
+    shape = case.shape
+    return np.where(np.asarray(shape.key_seq) > 0, shape.key_seq, shape.seq) / shape.seq
+
+
+@once
 def split_tokens(case: Case) -> Array:
     """Count tokens outside the tensor parallel region: T / t with sequence parallelism."""
     mesh = case.mesh
@@ -223,8 +245,12 @@ def attention(case: Case) -> Passes:
 def plain_projections(case: Case) -> Passes:
     """Price QKV and output projection of MHA or GQA."""
     shape, mesh, rows = case.shape, case.mesh, tokens(case)
-    width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.value_dim)
+    keys = shape.kv_heads * (shape.qk_dim + shape.value_dim)
+    width = shape.heads * shape.qk_dim + keys
     output = linear(case, rows, shape.hidden, shape.heads * shape.value_dim / mesh.tp)
+    if np.any(shape.key_seq):  # of another text than queries
+        output = output + linear(case, rows * key_share(case), keys / mesh.tp, shape.hidden)
+        width = width - keys
     return linear(case, rows, width / mesh.tp, shape.hidden) + output
 
 
@@ -251,7 +277,7 @@ def latent_up(case: Case) -> Passes:
 def visible_pairs(case: Case, causal_saves: Array) -> Array:
     """Count pairs of query and key per head and microbatch, mean over the attention blocks."""
     shape = case.shape
-    length = np.asarray(shape.seq, dtype=float)
+    length = np.asarray(shape.seq * key_share(case), dtype=float)
     everything = length * np.where(np.asarray(shape.causal) * causal_saves > 0, 0.5, 1.0)
     window = np.where(np.asarray(shape.window) > 0, np.minimum(shape.window, length), length)
     limited = np.minimum(window, everything)

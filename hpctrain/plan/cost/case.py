@@ -52,6 +52,13 @@ class Shape:
     q_rank: Array = 0  # 0: no low-rank query projection
     kv_rank: Array = 0
     rope_dim: Array = 0  # MLA: part of qk_dim that carries positions
+    key_seq: Array = 0  # tokens of which keys and values are; 0: `seq`
+    score_gradients: Array = 0  # 1: positions that are added to scores are learned
+    # `layers` that attend to what an encoder returns, of `written_seq` tokens; it has the other
+    # blocks, of `seq` tokens, in so many layers besides
+    decoder_blocks: Array = 0
+    written_seq: Array = 0
+    beside_layers: Array = 0
     mlp_blocks: Array = 0
     dense_first: Array = 0  # 1: the MLP blocks of a model with experts are its first layers
     ffn: Array = 0

@@ -287,9 +287,12 @@ def shape_of(model: ModelSpec) -> Shape:
         return resnet_shape(model)
     moe, mla = model.moe, model.mla
     mixers = [kind.mixer for kind in model.kinds]
+    encoder = model.encoder_layers
+    if encoder:
+        mixers = ["full"] * encoder
     attending = [mixer for mixer in mixers if mixer in ("full", "window", "chunk")]
     windows = len(attending) - attending.count("full")
-    dense = sum(kind.mlp for kind in model.kinds)
+    dense = encoder or sum(kind.mlp for kind in model.kinds)
     return Shape(
         layers=model.layers,
         hidden=model.hidden,
@@ -303,7 +306,11 @@ def shape_of(model: ModelSpec) -> Shape:
         kv_heads=model.key_value_heads,
         qk_dim=model.query_key_size,
         value_dim=model.value_size,
-        causal=int(model.causal),
+        causal=int(model.causal and not encoder),
+        score_gradients=int(model.positions == "relative"),
+        decoder_blocks=model.layers if encoder else 0,
+        written_seq=model.target_seq,
+        beside_layers=encoder,
         mla=int(mla is not None),
         q_rank=(mla.q_rank or 0) if mla else 0,
         kv_rank=mla.kv_rank if mla else 0,
@@ -354,7 +361,9 @@ def position_rows(model: ModelSpec) -> int:
     """Count rows of h in other embeddings than words: of positions, and of BERT's segments."""
     if model.positions != "learned":
         return model.segments
-    return (model.max_seq or model.seq) + model.position_offset + model.segments
+    stacks = 2 if model.encoder_layers else 1
+    rows = (model.max_seq or model.seq) + model.position_offset
+    return stacks * rows + model.segments
 
 
 def resnet_shape(model: ModelSpec) -> Shape:
@@ -623,6 +632,9 @@ EAGER_NORM_TRAFFIC = (36 + 76) / (4 + 6)
 _WIDE_NORM_TRAFFIC = (28 + 64) / (8 + 12)
 # torch.autocast leaves what is added up between blocks in fp32, where bf16 was counted.
 _STREAM_BYTES = 2.0
+# T5's norm keeps its input besides (modeling_t5.py, T5LayerNorm), and its `gelu_new` is made of
+# single operations, of which three more results wait (activations.py, NewGELUActivation).
+_T5_NORM_BYTES, _T5_GATE_COPIES = 2.0, 3.0
 # It makes a bf16 copy of its input for each product: of queries, keys and values, of gate and up.
 _COPY_BYTES = 2.0
 
@@ -645,9 +657,13 @@ def eager(spec: RunSpec) -> dict[str, float]:
         attention_products = 1 if model.family == "gpt" else 3
         copies = (attention_products - 1 + int(model.gated)) / 2
         norm_bytes += _STREAM_BYTES + _COPY_BYTES * copies
+    gate_copies = 1.0
+    if model.positions == "relative":
+        norm_bytes += _T5_NORM_BYTES
+        gate_copies += _T5_GATE_COPIES * (model.activation == "geglu_tanh")
     return dict(
         flash=float(model.takes_fused_attention(pads=True)),
-        gate_copy=1.0,
+        gate_copy=gate_copies,
         logit_bytes=_LOGIT_BYTES,
         split_logit_bytes=0.0 if spec.precision == "fp32" else _SPLIT_BYTES,
         loss_first=1.0,

@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.plan.cost.blocks import routed_rows, split_tokens, tokens
+from hpctrain.plan.cost.blocks import (
+    across,
+    key_share,
+    routed_rows,
+    split_tokens,
+    tokens,
+    written,
+)
 from hpctrain.plan.cost.case import (
     RECOMPUTE_FULL,
     RECOMPUTE_SELECTIVE,
@@ -97,6 +104,7 @@ def _either(condition: Mask, yes: Blocks, no: Blocks) -> Blocks:
         mlp=np.where(condition, yes.mlp, no.mlp),
         moe=np.where(condition, yes.moe, no.moe),
         mamba=np.where(condition, yes.mamba, no.mamba),
+        decoder=np.where(condition, yes.decoder, no.decoder),
     )
 
 
@@ -299,7 +307,7 @@ def attention_kept(case: Case) -> Kept:
     """
     shape = case.shape
     plain = shape.heads * (shape.qk_dim + shape.value_dim)
-    grouped = shape.kv_heads * (shape.qk_dim + shape.value_dim)
+    grouped = shape.kv_heads * (shape.qk_dim + shape.value_dim) * key_share(case)
     turned = case.software.turned_copy * shape.rope
     copies = turned * (shape.heads + shape.kv_heads) * shape.qk_dim
     latent = shape.heads * (2 * shape.qk_dim + 2 * shape.value_dim)
@@ -340,7 +348,7 @@ def core_attention_bytes(case: Case) -> Array:
     dropped, own = np.asarray(shape.dropout) > 0, np.asarray(case.software.softmax_bytes)
     result = np.where(own > 0, own, np.where(dropped, mesh.element_bytes, 0.0))
     per_pair = mesh.element_bytes + result + np.where(dropped, 1.0, 0.0)
-    unfused = per_pair * tokens(case) * shape.seq * heads
+    unfused = per_pair * tokens(case) * shape.seq * key_share(case) * heads
     return np.where(np.asarray(case.software.flash) > 0, fused, unfused)
 
 
@@ -394,6 +402,15 @@ def mamba_kept(case: Case) -> Kept:
     return Kept(outside_pair(case) + inside, 0.0)
 
 
+@once
+def decoder_kept(case: Case) -> Kept:
+    """One layer behind an encoder: two attentions and an MLP, by what each of them reads."""
+    own = written(case)
+    parts = (attention_kept(own), attention_kept(across(case)), mlp_kept(own))
+    norms = 3 * case.software.norm_bytes * split_tokens(own) * case.shape.hidden
+    return Kept(sum((p.whole for p in parts), start=norms), sum(p.again for p in parts))
+
+
 def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
     """Compute one microbatch in a group of layers; `whole`: without recomputation."""
     kinds = (
@@ -401,6 +418,7 @@ def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
         (blocks.mlp, mlp_kept),
         (blocks.moe, moe_kept),
         (blocks.mamba, mamba_kept),
+        (blocks.decoder, decoder_kept),
     )
     parts = ((n, kept_by(case)) for n, kept_by in kinds if np.any(n))
     total = sum((n * (kept.whole if whole else kept.left(case)) for n, kept in parts), start=0.0)
@@ -416,7 +434,8 @@ def kept_bytes(case: Case, blocks: Blocks) -> Array:
 
     Full recomputation keeps the input of each layer (Korthikanti et al., section 5).
     """
-    inputs = case.software.checkpoint_copies * blocks.layers * outside_bytes(case)
+    shorter = blocks.decoder * (1 - tokens(written(case)) / tokens(case))
+    inputs = case.software.checkpoint_copies * (blocks.layers - shorter) * outside_bytes(case)
     full = np.asarray(case.mesh.recompute) == RECOMPUTE_FULL
     share = case.mesh.full_share_of(blocks.layers)
     plain = blocks_bytes(case, blocks)
@@ -452,6 +471,12 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     kept = kept_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
     working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers
+    if np.any(stage.blocks.decoder):
+        # an encoder's layer is larger than one of the shorter text, and behind the logits' time
+        one = Blocks(1.0, 1.0, 1.0, 0.0, 0.0)
+        encoder = np.maximum(blocks_bytes(case, one, whole=True) - kept_bytes(case, one), 0.0)
+        encoder = encoder + flag(encoder > 0) * widest_bytes(case)
+        working = np.where(np.asarray(stage.blocks.decoder) > 0, encoder, working)
     before = case.software.loss_first * logit_bytes(case) * stage.loss
     working = np.maximum(working - before, 0.0)
     start = stage.embedding * np.minimum(case.mesh.pp, case.mesh.accumulation)
@@ -526,7 +551,8 @@ def logit_bytes(case: Case) -> Array:
     heads = 1 + shape.mtp_layers
     more = np.where(np.asarray(mesh.tp) > 1, case.software.split_logit_bytes, 0)
     ranks = np.where(np.asarray(case.software.gathered_logits) > 0, 1, mesh.tp)
-    return heads * (case.software.logit_bytes + more) * tokens(case) * shape.vocab / ranks
+    rows = tokens(written(case))
+    return heads * (case.software.logit_bytes + more) * rows * shape.vocab / ranks
 
 
 def transient_bytes(case: Case, stage: Stage) -> Array:
@@ -545,9 +571,16 @@ def transient_bytes(case: Case, stage: Stage) -> Array:
     whole = (own.dense + own.routed) / layers
     gathered = np.asarray(mesh.zero) >= 3
     layer = np.where(gathered, 2 * whole, case.software.dummy_gradients * single)
-    widest = np.maximum(shape.mlp_width * shape.ffn / mesh.tp, shape.hidden / mesh.tp)
-    wide = np.maximum(element * tokens(case) * widest, score_gradient_bytes(case))
+    wide = np.maximum(widest_bytes(case), score_gradient_bytes(case))
     return element * layer + np.where(np.asarray(stage.loss) > 0, 0.0, wide)
+
+
+@once
+def widest_bytes(case: Case) -> Array:
+    """Compute the widest activation of a layer: that of its MLP, or its output."""
+    shape, mesh = case.shape, case.mesh
+    widest = np.maximum(shape.mlp_width * shape.ffn / mesh.tp, shape.hidden / mesh.tp)
+    return mesh.element_bytes * tokens(case) * widest
 
 
 @once
@@ -563,7 +596,9 @@ def score_gradient_bytes(case: Case) -> Array:
     own = 2.0 * np.asarray(software.softmax_bytes)
     each = mesh.element_bytes * (1.0 + dropped) * np.where(own > 0, 0.0, 1.0) + own
     pairs = tokens(case) * case.shape.seq * case.shape.heads / mesh.tp
-    return np.where(np.asarray(software.flash) > 0, 0.0, each * pairs)
+    # fused kernels return that of scores where positions are learned (torch, attention.cpp)
+    fused = case.shape.score_gradients * mesh.element_bytes * pairs
+    return np.where(np.asarray(software.flash) > 0, fused, each * pairs)
 
 
 def loss_bytes(case: Case, stage: Stage) -> Array:
@@ -576,7 +611,7 @@ def loss_bytes(case: Case, stage: Stage) -> Array:
     """
     software, element = case.software, case.mesh.element_bytes
     table = software.dummy_gradients * element * table_weights(case)
-    logits = tokens(case) * case.shape.vocab / case.mesh.tp
+    logits = tokens(written(case)) * case.shape.vocab / case.mesh.tp
     narrow = np.where(np.asarray(software.narrow_logits) > 0, element * logits, 0.0)
     later = narrow + table - np.where(narrow > 0, software.logit_bytes * logits, 0.0)
     return stage.loss * np.maximum(narrow, later)

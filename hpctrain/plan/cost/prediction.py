@@ -210,7 +210,7 @@ def recomputed_flops(
         return (core + 2 * again) * tokens
     output = 0 if model.reads_images else 2 * model.vocab * model.hidden * (1 + model.mtp_layers)
     forward = model_flops_per_step(model, global_batch) / FORWARD_AND_BACKWARD
-    return forward - output * tokens
+    return forward - output * global_batch * model.target_seq
 
 
 # -- Bytes on one GPU of each pipeline stage ------------------------------------------------------
@@ -280,9 +280,13 @@ def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
     )
     ends = np.arange(pp, dtype=float)
     attention = layers * (model.family != "resnet")
+    blocks = Blocks(layers, attention, layers - experts, experts, 0 * layers)
+    if model.encoder_layers:
+        encoder = model.encoder_layers * (ends == 0)
+        blocks = Blocks(layers + encoder, encoder, encoder, 0 * layers, 0 * layers, layers)
     return CostStage(
         index=ends,
-        blocks=Blocks(layers, attention, layers - experts, experts, 0 * layers),
+        blocks=blocks,
         embedding=(ends == 0).astype(float),
         loss=(ends == pp - 1).astype(float),
     )

@@ -111,6 +111,7 @@ class _Kinds:
     mlp: Turn
     moe: Turn
     mamba: Turn
+    decoding: Turn
     adapters: Turn
     start: Turn
     end: Turn
@@ -118,7 +119,10 @@ class _Kinds:
     @classmethod
     def of(cls, case: Case) -> _Kinds:
         nothing = Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        mamba_turn, adapters = nothing, nothing
+        mamba_turn, decoder, adapters = nothing, nothing, nothing
+        own = block.written(case)
+        if np.any(case.shape.decoder_blocks):
+            decoder = _attention_turn(own) + _attention_turn(block.across(case)) + _mlp_turn(own)
         if np.any(case.shape.mamba_blocks):
             mamba = block.mamba(case)
             again, messages = _again(case, mamba, 0.0)
@@ -127,10 +131,11 @@ class _Kinds:
             passes = block.adapters(case)
             adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
         moe_turn = _moe_turn(case) if np.any(case.shape.moe_blocks) else nothing
-        each = (_attention_turn(case), _mlp_turn(case), moe_turn, mamba_turn, adapters)
-        head = _plain(case, block.output_layer(case), 0.0)
+        plain_turns = (_attention_turn(case), _mlp_turn(case), moe_turn, mamba_turn)
+        each = (*plain_turns, decoder, adapters)
+        head = _plain(own, block.output_layer(own), 0.0)
         share = case.mesh.waiting_outputs / case.mesh.accumulation
-        waiting = share * block.output_gradient(case)
+        waiting = share * block.output_gradient(own)
         head = replace(head, backward=head.backward - waiting)
         plain = cls(case, *each, head, head)
         ahead = plain.turn(prediction_blocks(case))
@@ -149,6 +154,7 @@ class _Kinds:
             + self.mlp.times(blocks.mlp)
             + self.moe.times(blocks.moe)
             + self.mamba.times(blocks.mamba)
+            + self.decoding.times(blocks.decoder)
             + self.adapters.times(blocks.layers)
         )
         host, behind_sizes = launch_seconds(self.case, blocks)

@@ -22,6 +22,7 @@ class Blocks:
     mlp: Array
     moe: Array
     mamba: Array
+    decoder: Array = 0.0  # layers that attend to an encoder
 
     @property
     def count(self) -> Array:
@@ -34,11 +35,12 @@ def all_blocks(case: Case) -> Blocks:
     """Count the blocks of the whole model, without multi-token prediction layers."""
     shape = case.shape
     return Blocks(
-        shape.layers,
+        shape.layers + shape.beside_layers,
         shape.attention_blocks,
         shape.mlp_blocks,
         shape.moe_blocks,
         shape.mamba_blocks,
+        shape.decoder_blocks,
     )
 
 
@@ -50,11 +52,12 @@ def first_blocks(case: Case) -> Blocks:
     dense = np.minimum(shape.mlp_blocks, layers)
     first = np.asarray(shape.dense_first) > 0
     return Blocks(
-        layers,
+        layers + shape.beside_layers,
         even.attention,
         np.where(first, dense, even.mlp),
         np.where(first, layers - dense, even.moe),
         even.mamba,
+        even.decoder,
     )
 
 
@@ -72,6 +75,7 @@ def later_blocks(case: Case, layers: Array) -> Blocks:
         np.where(first, dense, even.mlp),
         np.where(first, layers - dense, even.moe),
         even.mamba,
+        even.decoder,
     )
 
 
@@ -94,6 +98,7 @@ def _spread(case: Case, layers: Array) -> Blocks:
         shape.mlp_blocks * share,
         shape.moe_blocks * share,
         shape.mamba_blocks * share,
+        shape.decoder_blocks * share,
     )
 
 
@@ -181,6 +186,7 @@ def block_weights(case: Case, blocks: Blocks) -> Weights:
         + blocks.mlp * mlp_weights(case)
         + blocks.moe * fixed
         + blocks.mamba * mamba_weights(case)
+        + blocks.decoder * (2 * attention_weights(case) + mlp_weights(case))
         + blocks.layers * case.shape.adapters
     )
     return Weights(dense, blocks.moe * routed)

@@ -115,6 +115,21 @@ def linear_parameters(model: ModelSpec) -> int:
     return layers + output + head + ends + predicted
 
 
+def linear_multiplications(model: ModelSpec) -> int:
+    """Count products of a sample's tokens with `linear_parameters`.
+
+    Behind an encoder there are two attentions in a layer, of which the second one takes keys and
+    values of the encoder's tokens, queries of the decoder's.
+    """
+    if not model.encoder_layers:
+        return linear_parameters(model) * model.seq
+    own, mlp = attention_weights(model), mlp_weights(model, 0)
+    keys = model.hidden * 2 * model.key_value_heads * model.head_size
+    read = model.encoder_layers * (own + mlp) + model.layers * keys
+    written = model.layers * (2 * own - keys + mlp) + model.vocab * model.hidden
+    return read * model.seq + written * model.target_seq
+
+
 def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
     """Count the two attention products of all layers, both passes, for one token.
 
@@ -128,6 +143,12 @@ def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
     whole = float(model.seq) / (2 if halved else 1)
     total = 0.0
     kinds = (*model.kinds, *model.kinds[-1:] * model.mtp_layers)
+    if model.encoder_layers:
+        # squares of the encoder, of the decoder, and between them, over the encoder's tokens
+        share = model.target_seq / model.seq
+        own = model.target_seq / (2 if halved else 1)
+        total = model.encoder_layers * model.seq + model.layers * share * (own + model.seq)
+        kinds = ()
     for mixer, count in Counter(kind.mixer for kind in kinds).items():
         reach = {"window": model.attends.window, "chunk": model.attends.chunk}.get(mixer)
         if mixer in ("full", "window", "chunk"):
@@ -147,7 +168,7 @@ def model_flops_per_step(model: ModelSpec, global_batch: int, causal: bool = Fal
     """
     if model.family == "resnet":
         return float(2 * FORWARD_AND_BACKWARD * vision.resnet_multiplications(model) * global_batch)
-    per_token = 2 * FORWARD_AND_BACKWARD * linear_parameters(model)
+    per_token = 2 * FORWARD_AND_BACKWARD * linear_multiplications(model) / model.seq
     text = (per_token + attention_flops_per_token(model, causal)) * model.seq
     ends = vision.end_multiplications(model) if model.family == "vit" else 0
     return float((text + 2 * FORWARD_AND_BACKWARD * ends) * global_batch)
@@ -329,10 +350,28 @@ def layer_parameters(
     """
     layer = model.layers - 1 if layer is None else layer
     parameters = block_norm_parameters(model) + mixer_parameters(model, tp, layer)
+    parameters += cross_attention_parameters(model, tp)
     if model.moe is not None and model.has_experts(layer):
         shared = router_parameters(model, model.moe, tp)
         return parameters + shared + expert_parameters(model, tp, ep, etp)
     return parameters + (mlp_parameters(model, tp) if model.has_mlp(layer) else 0)
+
+
+def cross_attention_parameters(model: ModelSpec, tp: int) -> int:
+    """Count the attention of a layer to what an encoder returns, with its norm."""
+    return attention_parameters(model, tp) + norm_parameters(model) if model.encoder_layers else 0
+
+
+def encoder_parameters(model: ModelSpec, tp: int) -> int:
+    """Count an encoder beside the layers, with its own positions and norms; 0 without one.
+
+    It has the embeddings of the decoder's words.
+    """
+    if not model.encoder_layers:
+        return 0
+    layer = layer_parameters(model, tp) - cross_attention_parameters(model, tp)
+    last = norm_parameters(model) if model.final_norm else 0
+    return model.encoder_layers * layer + _other_embeddings(model, model.encoder_layers) + last
 
 
 def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
@@ -346,16 +385,20 @@ def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIP
     if model.reads_images:
         return vision.stem_parameters(model)
     word_rows = pad_vocab(model.vocab, tp, multiple) // tp
-    return word_rows * (model.embedding_size or model.hidden) + _other_embeddings(model)
+    words = word_rows * (model.embedding_size or model.hidden)
+    return words + _other_embeddings(model, model.layers) + encoder_parameters(model, tp)
 
 
-def _other_embeddings(model: ModelSpec) -> int:
-    """Count what else is before the layers, replicated over tp: positions, segments, a norm, and
-    both projections of embeddings of another size."""
+def _other_embeddings(model: ModelSpec, layers: int) -> int:
+    """Count what else is before so many layers, replicated over tp: positions, segments, a norm,
+    and both projections of embeddings of another size."""
     learned = model.positions == "learned"
     rows = (model.max_seq or model.seq) + model.position_offset if learned else 0
     norm = norm_parameters(model) if model.embedding_norm else 0
     projections = 2 * model.hidden * (model.embedding_size or 0)
+    tables = layers if model.distances.each_layer else 1
+    distances = tables * model.distances.buckets * model.heads
+    norm += distances if model.positions == "relative" else 0
     return (rows + model.segments) * model.hidden + norm + projections
 
 
@@ -464,7 +507,8 @@ def total_parameters(model: ModelSpec) -> int:
     if model.reads_images:
         return layers + vision.stem_parameters(model) + vision.head_parameters(model)
     tables = 1 if model.tied or model.classes else 2
-    ends = tables * model.vocab * (model.embedding_size or model.hidden) + _other_embeddings(model)
+    ends = tables * model.vocab * (model.embedding_size or model.hidden)
+    ends += _other_embeddings(model, model.layers) + encoder_parameters(model, 1)
     ends += norm_parameters(model) if model.final_norm else 0
     ends += model.vocab if model.output_bias else 0
     ends += encoder_head_parameters(model, model.vocab)
@@ -531,7 +575,7 @@ def count_model(spec: RunSpec) -> ModelCounts:
         before = model.hidden * model.hidden + model.hidden if model.family == "distilbert" else 0
         trainable += before + classes * (model.hidden + 1)
     ends = vision.end_multiplications(model) if model.family == "vit" else 0
-    frozen = 2 * (linear_parameters(model) * model.seq + ends)
+    frozen = 2 * (linear_multiplications(model) + ends)
     added = 6 * sum(adapters_of) * model.seq
     flops += float((added - frozen) * spec.batch.global_)
     return ModelCounts(total + sum(adapters_of), trainable, adapters, flops, multiple)

@@ -66,6 +66,8 @@ def model_facts(
     """Describe the model of a spec. Raises ValueError for one that writes no text."""
     if not spec.causal:
         raise ValueError(f"a {spec.family} makes no tokens: only gpt and llama are served")
+    if spec.encoder_layers:
+        raise ValueError(f"a {spec.family} answers from an encoder: only decoders are served")
     return ModelFacts(
         shape=shape if shape is not None else shape_of(spec),
         layers=spec.layers,

@@ -210,6 +210,60 @@ def _embedding_root(config: Config) -> Found:
         yield "embedding_scale", hidden**0.5
 
 
+def _decoder_layers(config: Config) -> Found:
+    """As many as the encoder has, if no number is given; what it makes of its activation's name
+    (T5Config)."""
+    decoder, name = config.get("num_decoder_layers"), config["feed_forward_proj"]
+    yield "layers", config["num_layers"] if decoder is None else decoder
+    activation = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    if config.get("dense_act_fn", activation) != activation:
+        raise UnreadableError("dense_act_fn")
+    if config.get("is_gated_act", gated := name.startswith("gated-")) != gated:
+        raise UnreadableError("is_gated_act")
+
+
+def _write_decoder_layers(fields: Config) -> dict[str, Any]:
+    ours = fields.get("activation")
+    words = {"geglu_tanh": "gelu_new", "gelu_tanh": "gelu_new", "swiglu": "silu", "reglu": "relu"}
+    return {
+        "num_decoder_layers": fields["layers"],
+        "dense_act_fn": words.get(str(ours), ours),
+        "is_gated_act": ours in words and ours != "gelu_tanh",
+    }
+
+
+def _output_root(config: Config) -> Found:
+    """What the output layer reads is divided by the root of its size (modeling_umt5.py)."""
+    if (size := config["d_model"]) > 0:
+        yield "logit_scale", size**-0.5
+
+
+def _scaled_if_tied(config: Config) -> Found:
+    """The same for T5 of version 1.0 alone, whose output layer has the embeddings' weights."""
+    tied = config.get("tie_word_embeddings") is not False
+    yield "tied", tied and config.get("scale_decoder_outputs") is not False
+    if tied and config.get("scale_decoder_outputs") is not False:
+        yield from _output_root(config)
+
+
+def _like_encoder(config: Config) -> Found:
+    """Heads and MLPs of the decoder must have the encoder's sizes (BART)."""
+    for name in ("attention_heads", "ffn_dim"):
+        if config[f"decoder_{name}"] != config[f"encoder_{name}"]:
+            raise UnreadableError(f"decoder_{name}")
+    yield from ()
+
+
+def _write_like_encoder(fields: Config) -> dict[str, Any]:
+    return {"decoder_attention_heads": fields["heads"], "decoder_ffn_dim": fields["ffn"]}
+
+
+def _scaled_embedding(config: Config) -> Found:
+    """Embeddings are multiplied by the root of their size, or not (BartScaledWordEmbedding)."""
+    if config["scale_embedding"] and (size := config["d_model"]) > 0:
+        yield "embedding_scale", size**0.5
+
+
 def _query_scalar(config: Config) -> Found:
     """Logits are divided by the root of a number that need not be the head's size (Gemma 2)."""
     scalar = config.get("query_pre_attn_scalar")
@@ -717,6 +771,25 @@ READERS: Mapping[str, Reader] = {
     "interval": Reader(("full_attention_interval",), _interval),
     "biases": Reader(("attention_bias", "mlp_bias"), _biases, _write_biases),
     "embedding_root": Reader(("hidden_size",), _embedding_root),
+    "decoder_layers": Reader(
+        ("num_decoder_layers", "dense_act_fn", "is_gated_act"),
+        _decoder_layers,
+        _write_decoder_layers,
+    ),
+    "like_encoder": Reader(
+        ("decoder_attention_heads", "decoder_ffn_dim"), _like_encoder, _write_like_encoder
+    ),
+    "scaled_embedding": Reader(
+        ("scale_embedding",),
+        _scaled_embedding,
+        lambda fields: {"scale_embedding": fields.get("embedding_scale", 1.0) != 1.0},
+    ),
+    "output_root": Reader(("d_model",), _output_root),
+    "scaled_if_tied": Reader(
+        ("tie_word_embeddings", "scale_decoder_outputs"),
+        _scaled_if_tied,
+        lambda fields: {"tie_word_embeddings": bool(fields.get("tied"))},
+    ),
     "query_scalar": Reader(("query_pre_attn_scalar",), _query_scalar, _write_query_scalar),
     "head_scale": Reader(("attention_multiplier",), _head_scale, _write_head_scale),
     "groups": Reader(("n_group", "topk_group"), _groups, _write_groups),

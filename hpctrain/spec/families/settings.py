@@ -65,6 +65,8 @@ def fields_of(model: ModelSpec) -> dict[str, Any]:
     """List the fields of a model, nested as in a spec, also those that follow from others."""
     fields = model.model_dump(exclude_none=True, exclude={"config", "pretrained"})
     fields |= {"ffn": model.ffn_size, "max_seq": model.max_seq or model.seq}
+    if model.positions == "relative":
+        fields |= {"relative": model.distances.model_dump()}
     if model.mla is None:
         fields |= {"kv_heads": model.key_value_heads, "head_dim": model.head_size}
     return fields

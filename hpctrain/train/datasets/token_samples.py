@@ -161,7 +161,7 @@ def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
     weights = [weight for weight, _ in blend] if len(blend) > 1 else None
     return GPTDatasetConfig(
         random_seed=config.seed,
-        sequence_length=config.seq_length,
+        sequence_length=config.text_length,
         blend=([prefix for _, prefix in blend], weights) if blend else None,
         split=config.data_split if blend else MOCK_SPLIT,
         path_to_cache=str(cache),

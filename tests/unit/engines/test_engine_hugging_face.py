@@ -121,7 +121,11 @@ DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
     ("resnet", dict(depths=[3, 4, 23, 3]), "layers is 50 in the spec and 101 in config.json"),
     ("resnet", dict(hidden_sizes=[1, 2, 3, 4]), "hidden_sizes is [1, 2, 3, 4], and"),
     ("gpt", dict(model_type="bort"), "`model_type`: hpctrain does not know models of type"),
-    ("gpt", dict(model_type="bart"), '`model_type`: hpctrain does not know models of type "bart"'),
+    (
+        "gpt",
+        dict(model_type="whisper"),
+        '`model_type`: hpctrain does not know models of type "whisper"',
+    ),
     ("gpt", dict(model_type="bert"), "family is gpt in the spec, the directory has a bert"),
     ("gpt", dict(model_type="mistral"), "family is gpt in the spec, the directory has a mistral"),
 ]

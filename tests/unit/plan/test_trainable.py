@@ -231,7 +231,30 @@ def test_classes_of_texts_are_a_task_of_their_own() -> None:
     assert spec.learned_task == "classification" and unrepresentable(spec) == []
 
 
+T5: dict[str, Any] = dict(family="t5", encoder_layers=2, head_dim=16, logit_scale=0.125)
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (T5, dict(lora={}), "lora", "hpctrain adapts no encoder-decoders, and a t5 is one"),
+    (
+        T5,
+        dict(data=dict(documents="separate", document_end=1)),
+        "data.documents",
+        "joined documents, not of separate",
+    ),
+    (T5, dict(task="language_modeling"), "task", "a t5 learns span_corruption, not language"),
+    (
+        dict(T5, relative=dict(max_distance=16)),
+        {},
+        "model.relative.max_distance",
+        "wants more than half of the 32 buckets",
+    ),
+    (dict(T5, logit_scale=1.0), {}, "model.logit_scale", "has logit_scale 0.125, not 1.0"),
+    (dict(T5, attention=dict(scale=0.5)), {}, "model.attention.scale", "scale 1.0, not 0.5"),
+    (
+        dict(T5, activation="geglu", ffn=64),
+        {},
+        "model.activation",
+        "has activation relu, not geglu",
+    ),
     (dict(family="gpt", positions="rope"), {}, "model.positions", "has positions learned, not rop"),
     (dict(family="gpt", bias=False), {}, "model.bias", "GPT2LMHeadModel has bias true, not false"),
     (dict(family="gpt", kv_heads=2), {}, "model.kv_heads", "has kv_heads 4, not 2"),
@@ -287,6 +310,17 @@ def test_what_no_class_has_is_named(
 ) -> None:
     found = unrepresentable(run({**TEXT, **model}, **fields))
     assert [(field, True)] == [(name, words in said) for name, said in found], found
+
+
+def test_megatron_says_in_one_line_that_it_has_no_encoder() -> None:
+    (problem,) = untrainable_fields(spec(model={**TEXT, **T5}))
+    assert problem == (
+        "model.encoder_layers",
+        "megatron-core cannot train this model: its GPT attends to no encoder: train by fsdp, ddp "
+        "or deepspeed",
+    )
+    for engine in ("fsdp", "ddp", "deepspeed"):
+        assert not untrainable_fields(spec(model={**TEXT, **T5}, engine=dict(name=engine)))
 
 
 def test_convolutions_take_no_lora() -> None:

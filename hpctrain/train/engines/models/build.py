@@ -193,6 +193,10 @@ def _class_and_settings(config: ModuleConfig, staged: Staged | None) -> tuple[An
     else:
         settings = _settings(model, None if staged is None else staged.config)
         model_class = class_named(family.classes[config.task])
+    if model.encoder_layers and not model.tied:
+        # T5's classes share the output matrix whatever their config says; files have their own
+        tied = {k: v for k, v in model_class._tied_weights_keys.items() if "lm_head" not in k}
+        model_class = type(model_class.__name__, (model_class,), {"_tied_weights_keys": tied})
     fast = getattr(model_class, "_supports_sdpa", False) and not config.deterministic_mode
     settings._attn_implementation = "sdpa" if fast else "eager"
     return model_class, settings

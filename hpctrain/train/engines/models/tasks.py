@@ -21,9 +21,11 @@ from torch.nn import functional
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
+from hpctrain.spec.model import SpanLengths
 
 # ------------------------------------------------------------------------------------------------
-# Choose and mask tokens for masked language modeling, by the seed and the sample's number alone.
+# Choose and mask tokens for masked language modeling, or spans of them for span corruption, by the
+# seed and the sample's number alone.
 
 
 # Devlin et al. 2018 (arXiv 1810.04805), section 3.1: 15% of all tokens are predicted; of these 80%
@@ -48,9 +50,7 @@ class Masking:
         """
         draws = []
         for sample in samples:
-            digest = hashlib.sha256(f"{self.seed} {sample}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            length = tokens.shape[1]
+            generator, length = _generator(self.seed, sample), tokens.shape[1]
             selection, action = torch.rand((2, length), generator=generator)
             others = torch.randint(self.vocab, (length,), generator=generator)
             draws.append((selection, action, others))
@@ -62,6 +62,12 @@ class Masking:
         visible = torch.where(predicted & (action < MASKED), self.mask, tokens)
         changed = predicted & (action >= MASKED) & (action < MASKED + CHANGED)
         return torch.where(changed, others, visible), predicted
+
+
+def _generator(seed: int, sample: int) -> torch.Generator:
+    """Return random numbers of one sample, drawn on the CPU, so that they are those everywhere."""
+    digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def masking_of(config: TrainConfig) -> Masking:
@@ -85,6 +91,78 @@ def masking_of(config: TrainConfig) -> Masking:
             ]
         )
     return Masking(config.seed, vocab, special[_MASK], tuple(sorted(special.values())))
+
+
+# Tokens that span corruption needs, by their names in T5's vocabularies.
+_START, _END, _SENTINEL = "<pad>", "</s>", "<extra_id_{}>"
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """Each sentinel replaces one span of a text; `start` and `end` are around what is written.
+
+    Raffel et al. 2020 (arXiv 1910.10683), section 3.1.4, and `random_spans_noise_mask` of
+    google-research/text-to-text-transfer-transformer (t5/data/preprocessors.py).
+    """
+
+    seed: int
+    lengths: SpanLengths
+    sentinels: tuple[int, ...]
+    start: int
+    end: int
+
+    def apply(self, tokens: Any, samples: range) -> tuple[Any, Any, Any]:
+        """Return what the encoder reads, what the decoder reads, and what it has to predict.
+
+        The first is [batch, inputs], the others [batch, targets].
+        """
+        left_out = torch.stack([self._left_out(sample) for sample in samples])
+        labels = self._marked(tokens, ~left_out)
+        start = labels.new_full((len(labels), 1), self.start)
+        return self._marked(tokens, left_out), torch.cat([start, labels[:, :-1]], 1), labels
+
+    def _left_out(self, sample: int) -> Any:
+        """Draw the spans of a sample: a text that is kept and one that is not take turns."""
+        generator, (text, left_out, spans) = _generator(self.seed, sample), self.lengths
+
+        def parts(items: int) -> Any:
+            cuts = torch.randperm(items - 1, generator=generator)[: spans - 1].sort().values + 1
+            return functional.pad(cuts, (1, 0)).diff(append=torch.tensor([items]))
+
+        lengths = torch.stack([parts(text - left_out), parts(left_out)], 1).flatten()
+        return (torch.arange(2 * spans) % 2 == 1).repeat_interleave(lengths)
+
+    def _marked(self, tokens: Any, replaced: Any) -> Any:
+        """Put one sentinel in place of each replaced span of `tokens`, and the end behind all."""
+        first = replaced & ~functional.pad(replaced, (1, 0))[:, :-1]
+        places = (first | ~replaced).nonzero()[:, 1].view(len(tokens), -1)
+        sentinels = torch.tensor(self.sentinels)[first.cumsum(1) - 1]
+        marks = torch.where(first, sentinels, -1).gather(1, places).to(tokens.device)
+        marked = torch.where(marks < 0, tokens.gather(1, places.to(tokens.device)), marks)
+        return functional.pad(marked, (0, 1), value=self.end)
+
+
+def corruption_of(config: ModuleConfig) -> SpanCorruption:
+    """Return the span corruption by the run's tokenizer; without one (mock data) the last tokens
+    of the vocabulary are sentinels.
+
+    Raises InvalidInputError for a tokenizer that has too few of them.
+    """
+    lengths, vocab = config.model.spans, config.vocab_size
+    if config.tokenizer is None:
+        sentinels = tuple(vocab - 1 - n for n in range(lengths.spans))
+        return SpanCorruption(config.seed, lengths, sentinels, start=0, end=1)
+    special = special_tokens(Path(config.tokenizer))
+    names = [_START, _END, *map(_SENTINEL.format, range(lengths.spans))]
+    missing = [name for name in names if name not in special]
+    if missing:
+        message = f"the tokenizer has no {missing[0]}: span corruption of {lengths.inputs} tokens"
+        message += f" needs {_START}, {_END}, and one {_SENTINEL.format('N')} for each of "
+        hint = "add them to its special tokens, or give a shorter `seq`"
+        problem = Problem(f"{message}{lengths.spans} spans", config.tokenizer, hint=hint)
+        raise InvalidInputError([problem])
+    start, end, *sentinels_found = (special[name] for name in names)
+    return SpanCorruption(config.seed, lengths, tuple(sentinels_found), start, end)
 
 
 def special_tokens(tokenizer: Path) -> dict[str, int]:
@@ -175,6 +253,15 @@ def loss_of(config: ModuleConfig, token_losses: TokenLosses | None = None) -> Lo
             return masked_sum(module(input_ids=visible).logits, batch.tokens, predicted)
 
         return masked_modeling
+    if config.task == "span_corruption":
+        corruption = corruption_of(config)
+
+        def span_modeling(module: Any, batch: Any) -> tuple[Any, Any]:
+            read, written, labels = corruption.apply(batch.tokens, batch.samples)
+            logits = module(input_ids=read, decoder_input_ids=written, use_cache=False).logits
+            return masked_sum(logits, labels, torch.ones_like(labels))
+
+        return span_modeling
     sum_losses = token_losses or masked_sum
     packed = config.data_format == "packed" or config.documents == "separate"
 

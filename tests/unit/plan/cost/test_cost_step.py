@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 from cost_specimens import NEVER, case, changed, drawn, many, only_products, pipeline
 
 from hpctrain.plan.cost.case import Case, once
+from hpctrain.plan.cost.from_spec import shape_of
 from hpctrain.plan.cost.step import (
     Stages,
     Turn,
@@ -23,6 +24,8 @@ from hpctrain.plan.cost.step import (
     waiting_seconds,
 )
 from hpctrain.plan.cost.weights import Blocks, Weights
+from hpctrain.plan.model.parameters import model_flops_per_step
+from hpctrain.spec.model import ModelSpec
 
 FREE = dict(memory_bandwidth=NEVER, nvlink_bandwidth=NEVER, network_bandwidth=NEVER)
 SBH = 2_097_152  # T x h of the specimen
@@ -40,6 +43,17 @@ def seconds(one: Case) -> float:
 def stages(backward: float = 0.0, forward: float = 0.0) -> Stages:
     """Stages of which only the times that traffic can hide behind matter."""
     return Stages(Turn(*[0.0] * 6), 0.0, backward, forward)
+
+
+def test_an_encoder_and_a_decoder_take_as_long_as_their_products() -> None:
+    """Each by its own length, without a fused kernel, which computes scores again."""
+    sizes = dict(hidden=768, heads=12, head_dim=64, vocab=32128, seq=512)
+    model = ModelSpec.model_validate(dict(sizes, family="t5", layers=3, encoder_layers=12))
+    shape = shape_of(model)
+    ranks = dict(layers_first=3, tp=1, pp=1, dp=1, micro_batch=4, accumulation=1, flash=0)
+    one = only_products(**{field.name: getattr(shape, field.name) for field in fields(shape)})
+    step = step_seconds(changed(one, **ranks))
+    assert float(step.compute) == pytest.approx(model_flops_per_step(model, 4) / 1e15, rel=0.01)
 
 
 class TestSchedule:

@@ -28,6 +28,16 @@ LLAMA70B = dict(
     seq=8192,
 )
 PREDICTING = dict(DEEPSEEK_V3, mtp_layers=1)
+T5_BASE = dict(
+    family="t5",
+    layers=12,
+    encoder_layers=12,
+    hidden=768,
+    heads=12,
+    head_dim=64,
+    vocab=32128,
+    seq=512,
+)
 BIASED_EXPERTS = dict(GPT2, moe=dict(experts=8, top_k=1, ffn=3072, dense_layers=2))
 
 # name: model, layers of each stage, tp, ep
@@ -44,6 +54,8 @@ SPECIMENS: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int]] = {
     "latent attention without query rank": (DEEPSEEK_V2_LITE, (27,), 2, 2),
     "token prediction": (PREDICTING, (61,), 1, 8),
     "token prediction, pipeline": (PREDICTING, (16, 15, 15, 15), 2, 8),
+    "encoder-decoder": (T5_BASE, (12,), 1, 1),
+    "encoder-decoder, a longer encoder": (dict(T5_BASE, layers=3), (3,), 1, 1),
     "experts with biases": (BIASED_EXPERTS, (6, 6), 2, 4),
 }
 
