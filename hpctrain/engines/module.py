@@ -44,7 +44,7 @@ class ModuleConfig(TrainConfig):
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
-        """The directories of weights and code, and the tokenizer of tasks with tokens of their own."""
+        """The directories of weights and code, and the tokenizer of tasks with own tokens."""
         own = self.task in ("masked_language_modeling", "span_corruption")
         counted = self.model.counted
         code = counted.remote_code.directory if counted and counted.remote_code else None
