@@ -97,7 +97,7 @@ def test_a_stop_amid_the_ramp_does_not_show(name: str, trial: MakeTrial) -> None
 
 @pytest.mark.variant("test_a_stop_amid_the_ramp_does_not_show")
 @pytest.mark.parametrize("name", list(ENGINES))
-def test_losses_are_those_of_one_process(name: str) -> None:
+def test_a_growing_batch_has_the_losses_of_one_process(name: str) -> None:
     whole = trained(ENGINES[name])
     base = {"megatron": GPT, "deepspeed, tp 2, two stages": PLAIN_LLAMA}
     one = trained(base.get(name, PLAIN), **RAMP)

@@ -632,7 +632,8 @@ def _write_layer_numbers(fields: Config) -> dict[str, Any]:
 def _time_step_limit(config: Config) -> Found:
     """Steps of state-space layers are of any length: no other limit is trained."""
     limit = config.get("time_step_limit")
-    if limit is not None and limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+    endless = (math.inf, "Infinity", {"__float__": "Infinity"})  # as files of all ages write it
+    if limit is not None and limit not in [[0.0, one] for one in endless]:
         raise UnreadableError("time_step_limit")
     yield from ()
 

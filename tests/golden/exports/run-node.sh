@@ -1,6 +1,6 @@
 #!/bin/sh
 # llama7b on h100x16: 2 nodes x 8 GPUs, megatron, tp 1 · pp 1 · dp 16, 3815 steps
-# hpctrain 0.1.0 · spec 55e1007106bc · profile h100x16 73934fe7d92d
+# hpctrain 0.1.0 · spec dbc72bd33327 · profile h100x16 73934fe7d92d
 #
 # Starts the ranks of one node:  sh run-node.sh RANK
 # RANK is the line of this host in hostfile, from 0; below mpirun it is known.

@@ -150,7 +150,7 @@ def test_nothing_is_overwritten() -> None:
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], code: int, says: str) -> None:
-    for name, text in (("other", '{"model_type": "t5"}'), ("broken", "{")):
+    for name, text in (("other", '{"model_type": "longt5"}'), ("broken", "{")):
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
     done = hpctrain("init", *words)

@@ -141,7 +141,7 @@ def test_what_the_class_may_not_have_is_refused(write: Any, text: str, words: st
     assert ran.exit_code == 3 and words in ran.stderr
 
 
-@pytest.mark.parametrize("kind", ["t5", "whisper", "gemma4"])
+@pytest.mark.parametrize("kind", ["longt5", "whisper", "gemma4"])
 def test_what_is_no_causal_model_stays_refused(write: Any, kind: str) -> None:
     config = {**CONFIG, "model_type": kind}
     file = write(counted={**FIGURES["counted"], "config": config_digest(config)})

@@ -206,8 +206,8 @@ OF_MEGATRON_LM = [
      "8:73: `engine.arguments.lr`: `optimizer.lr` decides --lr, and is 0.001, not 0.1"
      " | remove it, and set `optimizer.lr`"),
     ("arguments: {rampup-batch-size: [8, 8, 1000]}",
-     "8:88: `engine.arguments.rampup-batch-size`: --rampup-batch-size: batches have one size here: "
-     "samples, data and saves are counted by steps | remove it"),
+     "8:88: `engine.arguments.rampup-batch-size`: `batch.ramp_up` decides --rampup-batch-size"
+     " | remove it, and set `batch.ramp_up`"),
     ("arguments: {no_bf16: true}",
      "8:78: `engine.arguments.no_bf16`: `precision` decides --no-bf16"
      " | remove it, and set `precision`"),

@@ -170,6 +170,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 99}, "`num_experts_per_tok`: top_k 99 is above"),
     ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` is true"),
     ("gemma3", {"text_config": {"num_hidden_layers": 0}}, "`num_hidden_layers`: must be at least"),
+    ("mamba2", {"time_step_limit": [0.0, 0.1]}, "`time_step_limit` is [0.0, 0.1], and cannot be"),
 ]
 
 
@@ -190,6 +191,13 @@ def test_a_wrong_value_is_named_as_in_its_file(
         near = at + (1 if name == "text_config" else 0)
         assert found[0].file == "config.json"
         assert found[0].line == near
+
+
+def test_steps_of_any_length_are_written_as_infinity(spec: Path) -> None:
+    config = json.loads((_FAMILIES[0].parent / "mamba2.json").read_text())
+    write(config | {"time_step_limit": [0.0, float("inf")]})
+    assert '"time_step_limit": [\n  0.0,\n  Infinity' in Path("config.json").read_text()
+    assert load_run_spec(spec).document.model.mamba is not None
 
 
 def test_names_that_nobody_knows_are_told(spec: Path) -> None:

@@ -245,7 +245,7 @@ def test_an_interrupt_behind_the_end_is_the_publishers_problem(
         "_execute": ends(code),
         "_prepare_environment": lambda config, launch: None,
         "_install_cpu_stand_ins": lambda config: False,
-        "arguments": lambda config, places, on_cpu: (),
+        "arguments": lambda config, places, on_cpu, ramps_up: (),
     }.items():
         monkeypatch.setattr(program, name, value)
     monkeypatch.setattr(software_agreement, "agree_on_software", lambda job: None)
