@@ -172,6 +172,7 @@ class Agent:
         self._failed_at: float | None = None
         self._looked_at = self._fenced_at = 0.0
         self._saved_before_stop: int | None = None
+        self._step_when_asked = 0
         self._saved_at: float | None = None
         self._lingering = False
         self._began = time.time()
@@ -528,6 +529,7 @@ class Agent:
         if self._asked_at is None:
             self._asked_at = now
             self._saved_before_stop = self.publisher.newest if self.publisher else None
+            self._step_when_asked = self.recorder.step
             if self.talk is not None:
                 self.talk.ask("STOP")
         if self._save is not None:
@@ -542,11 +544,21 @@ class Agent:
         nobody = bool(self._own_ranks) and self._save is not None and not self._save.sent
         if nobody and not self.recorder.has_stepped and waited > _STARTUP_SECONDS:
             self._end(now)  # it is still starting, and there is nothing to save
-        newest = self.publisher.newest if self.publisher else None
-        if newest != self._saved_before_stop and self._term_at is None:
+        if self._saved_since_asked() is not None and self._term_at is None:
             self._saved_at = self._saved_at or now
             if now - self._saved_at > _AFTER_SAVE_SECONDS:
                 self._end(now)  # it has saved, and trains on
+
+    def _saved_since_asked(self) -> int | None:
+        """Return the step that the ranks have saved because they were asked to leave.
+
+        A save that was on its way then has a step far below; those of trainers that count steps
+        from 0 are one below.
+        """
+        newest = self.publisher.newest if self.publisher is not None else None
+        if newest is None or newest == self._saved_before_stop:
+            return None
+        return newest if newest >= self._step_when_asked - 1 else None
 
     def _end_lingering(self, now: float) -> None:
         """End ranks that wait for nothing, when others have ended well or all is done.
@@ -668,12 +680,11 @@ class Agent:
 
     def _left_words(self) -> str:
         how = self.stop.name or "control/stop"
-        newest = self.publisher.newest if self.publisher is not None else None
-        if newest is not None and newest != self._saved_before_stop:
-            return f"asked to leave ({how}); it has saved step {newest}"
+        if (saved := self._saved_since_asked()) is not None:
+            return f"asked to leave ({how}); it has saved step {saved}"
         if not self.recorder.has_stepped and self.settings.trainer.metrics:
             return f"asked to stop ({how}) before its first step"
-        since = newest or self.resume_step
+        since = (self.publisher.newest if self.publisher is not None else None) or self.resume_step
         return f"asked to leave ({how}); it saved nothing, and steps since {since} are lost"
 
     def _early_words(self) -> str:

@@ -73,6 +73,7 @@ def test_the_trainer_gets_the_signal_on_which_it_saves(run: AgentRun, tmp_path: 
 def ended_unsaved(run: AgentRun, tmp_path: Path, does: str) -> AgentLaunch:
     words = ("--waits-at", f"7:{tmp_path / 'never'}", "--when-asked", does, "--catches", "USR1")
     launch = run.start(*words, signal={"save": "USR1", "seconds": "1s"})
+    wait_until(lambda: [row.step for row in launch.rows][-1:] == [7], launch.process.poll)
     launch.stop_after(5)
     assert "caught SIGUSR1" in launch.printed and run.published == [5]
     return launch
@@ -87,6 +88,29 @@ def test_a_signal_that_nobody_follows_costs_the_steps_since_the_last_save(
     run: AgentRun, tmp_path: Path
 ) -> None:
     launch = ended_unsaved(run, tmp_path, "goes on")
+    assert "it saved nothing, and steps since 5 are lost" in str(launch.ended.message)
+
+
+def test_a_save_that_was_on_its_way_is_no_answer(run: AgentRun, tmp_path: Path) -> None:
+    words = (
+        "--waits-at",
+        f"7:{tmp_path / 'never'}",
+        "--when-asked",
+        "goes on",
+        "--catches",
+        "USR1",
+    )
+    signed = {"path": "step-{step}", "complete": {"json": ["whole.json"]}}
+    launch = run.start(*words, signal={"save": "USR1", "seconds": "60s"}, checkpoint=signed)
+    wait_until(lambda: [row.step for row in launch.rows][-1:] == [7], launch.process.poll)
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.process.stdout is not None
+    assert any("caught SIGUSR1" in line for line in launch.process.stdout)
+    (launch.output / "step-5" / "whole.json").write_text('{"step": 5}')
+    wait_until(lambda: run.published == [5], launch.process.poll)
+    [rank] = children(launch.process.pid)
+    os.kill(rank, signal.SIGKILL)
+    assert launch.wait() == 75, launch.printed
     assert "it saved nothing, and steps since 5 are lost" in str(launch.ended.message)
 
 
