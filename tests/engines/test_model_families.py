@@ -30,8 +30,9 @@ from hpctrain.spec.families import (
     family_names,
     family_of,
     read_config,
+    text_config,
 )
-from hpctrain.spec.families.settings import compare, differences, disagreements
+from hpctrain.spec.families.settings import compare, differences, disagreements, settings_of
 from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.build import add_adapters, blocks_of, build_module
 from hpctrain.train.engines.models.tasks import loss_of
@@ -147,18 +148,47 @@ READ_AND_LEFT_OUT = {
 }
 
 
+def names_read(family: Family) -> set[str]:
+    """The names of its config that the module of a family's class reads, wherever."""
+    module = class_named(next(iter(family.classes.values()))).__module__
+    source = inspect.getsource(importlib.import_module(module))
+    return set(re.findall(r"\bconfig\.(\w+)", source))
+
+
+EVERYWHERE = set.intersection(
+    *(set(one.ignored) for one in map(family_named, family_names()) if one is not None)
+)
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_what_a_class_reads_is_not_left_out_without_a_reason(file: Path) -> None:
     family = family_named(file.stem)
     assert family is not None
-    everywhere = set.intersection(
-        *(set(one.ignored) for one in map(family_named, family_names()) if one)
-    )
-    module = class_named(next(iter(family.classes.values()))).__module__
-    source = inspect.getsource(importlib.import_module(module))
-    read = set(re.findall(r"\bconfig\.(\w+)", source))
-    left_out = (set(family.ignored) - everywhere) & read
+    left_out = (set(family.ignored) - EVERYWHERE) & names_read(family)
     assert left_out <= set(READ_AND_LEFT_OUT)
+
+
+# Said in other words: heads have keys of their own or one, layers are listed, the MLP is four times
+# as wide, windows are not used, a constant makes the base of positions larger.
+SAID_OTHERWISE = {
+    *("num_kv_heads", "sliding_window_pattern", "n_inner"),
+    *("sliding_window", "moe_topk", "rope_parameters"),
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_class_gets_from_the_record_what_the_file_says(file: Path) -> None:
+    """All names that its module reads, without the file; dropouts are the run's."""
+    content, family = json.loads(file.read_text()), family_named(file.stem)
+    assert family is not None
+    settings = class_named(family.settings)
+    theirs = settings.from_dict(dict(text_config(content, family))).to_dict()
+    ours = settings(**settings_of(model_of(content, family))).to_dict()
+    names = names_read(family) - EVERYWHERE - set(READ_AND_LEFT_OUT) - set(family.dropouts)
+    for name in names & set(theirs) - SAID_OTHERWISE:
+        said = theirs[name]
+        close = pytest.approx(said, rel=1e-12) if isinstance(said, float) else said
+        assert ours.get(name) == close, name
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

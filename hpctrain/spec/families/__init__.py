@@ -305,8 +305,10 @@ def write_config(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for path, row in family.fields.items():
         value = value_at(fields, path)
-        # of several names for one value the first one
+        # of several names for one value the default, else the first one
         theirs = {_key(ours): name for name, ours in reversed(row.values.items())}
+        if isinstance(row.default, str) and row.default in row.values:
+            theirs[_key(row.values[row.default])] = row.default
         if value is None and None not in row.values.values():
             continue
         if row.values and isinstance(value, str) and _key(value) not in theirs:

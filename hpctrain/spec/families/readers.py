@@ -294,7 +294,10 @@ def _groups(config: Config) -> Found:
 
 def _write_query_scalar(fields: Config) -> dict[str, Any]:
     scale = (fields.get("attention") or {}).get("scale")
-    return {} if scale is None else {"query_pre_attn_scalar": round(scale**-2, 6)}
+    if scale is None:
+        return {}
+    square = round(scale**-2, 6)  # an integer, unless it cannot be: the class wants one
+    return {"query_pre_attn_scalar": int(square) if square.is_integer() else square}
 
 
 def _write_groups(fields: Config) -> dict[str, Any]:
@@ -329,6 +332,11 @@ def _rotary_dim(config: Config) -> Found:
     turned, hidden, heads = (config.get(name) for name in ("rotary_dim", "n_embd", "n_head"))
     if all(isinstance(one, int) and one > 0 for one in (turned, hidden, heads)):
         yield "rope.partial", turned / (hidden // heads)  # type: ignore[operator]
+
+
+def _write_rotary_dim(fields: Config) -> dict[str, Any]:
+    share = (fields.get("rope") or {}).get("partial", 1.0)
+    return {"rotary_dim": round(share * (fields["hidden"] // fields["heads"]))}
 
 
 def _embedding_size(config: Config) -> Found:
@@ -425,6 +433,10 @@ def _logits_scaling(config: Config) -> Found:
     scaling = config.get("logits_scaling")
     if isinstance(scaling, int | float) and scaling > 0 and scaling != 1:
         yield "logit_scale", 1 / scaling
+
+
+def _write_logits_scaling(fields: Config) -> dict[str, Any]:
+    return {"logits_scaling": 1 / fields.get("logit_scale", 1.0)}
 
 
 _LETTERS = {"M": "mamba", "*": "full", "-": "mlp", "E": "moe"}
@@ -798,7 +810,7 @@ READERS: Mapping[str, Reader] = {
         ("topk_method", "n_group", "topk_group"), _groups_of_method, _write_groups_of_method
     ),
     "neox_rope": Reader(("rotary_pct", "rotary_emb_base"), _neox_rope),
-    "rotary_dim": Reader(("rotary_dim",), _rotary_dim),
+    "rotary_dim": Reader(("rotary_dim",), _rotary_dim, _write_rotary_dim),
     "embedding_size": Reader(("word_embed_proj_dim",), _embedding_size),
     "falcon": Reader(
         (
@@ -816,7 +828,7 @@ READERS: Mapping[str, Reader] = {
         _minicpm3,
         _write_minicpm3,
     ),
-    "logits_scaling": Reader(("logits_scaling",), _logits_scaling),
+    "logits_scaling": Reader(("logits_scaling",), _logits_scaling, _write_logits_scaling),
     "hybrid_pattern": Reader(
         ("layers_block_type", "hybrid_override_pattern"), _hybrid_pattern, _write_hybrid_pattern
     ),
