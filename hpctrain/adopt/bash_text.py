@@ -314,7 +314,7 @@ def _joined(parts: list[Part]) -> tuple[Part, ...]:
 # ----------------------------------------------------------------------------------------------
 
 
-def statements_of(text: str, first_line: int = 1) -> tuple[Statement, ...]:
+def statements_of(text: str) -> tuple[Statement, ...]:
     """Split a script into its statements, in order.
 
     What follows a quote or a block that is never closed is one broken statement.
@@ -330,7 +330,7 @@ def statements_of(text: str, first_line: int = 1) -> tuple[Statement, ...]:
     starts = [0, *(one.end() for one in re.finditer("\n", text))]
 
     def line(place: int) -> int:
-        return bisect_right(starts, place) - 1 + first_line
+        return bisect_right(starts, place)
 
     found: list[Statement] = []
     at, joined = 0, ""
@@ -357,7 +357,7 @@ def statements_of(text: str, first_line: int = 1) -> tuple[Statement, ...]:
             )
         )
         joined, at = "", end
-    found = [_with_documents(one, text, first_line) for one in found]
+    found = [_with_documents(one, text) for one in found]
     if broken is not None:
         begin = line(tokens[-1].end if tokens else 0)
         if found and at == len(tokens) and not (tokens and tokens[-1].operator):
@@ -455,7 +455,7 @@ def _split(body: list[_Token]) -> tuple[tuple[Word, ...], tuple[Redirection, ...
     return tuple(words), tuple(redirections)
 
 
-def _with_documents(statement: Statement, text: str, first_line: int) -> Statement:
+def _with_documents(statement: Statement, text: str) -> Statement:
     """Add the lines of the documents behind `<<` to a statement outside of blocks."""
     lines = text.splitlines()
     last = statement.last_line
@@ -463,10 +463,10 @@ def _with_documents(statement: Statement, text: str, first_line: int) -> Stateme
         if one.operator.lstrip("0123456789") not in ("<<", "<<-"):
             continue
         end = one.target.literal or ""
-        for number in range(last - first_line + 1, len(lines)):
+        for number in range(last, len(lines)):
             if lines[number].strip() == end:
                 break
         else:
             number = len(lines) - 1
-        last = number + first_line
+        last = number + 1
     return replace(statement, last_line=last)

@@ -15,9 +15,11 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.base.module_subprocess import ModuleProgram, run_module
 from hpctrain.records.conversions import ConversionFailure, ConversionReport
 
+_TIMEOUT_SECONDS = 86400.0
+
 
 def convert_weights(
-    source: Path, target: Path, *, python: str = sys.executable, timeout_seconds: float = 86400.0
+    source: Path, target: Path, *, python: str = sys.executable
 ) -> ConversionReport:
     """Write the model of `source` to the new directory `target`; needs no GPU.
 
@@ -26,7 +28,7 @@ def convert_weights(
     converted, HpctrainError when the packages are missing or the process fails.
     """
     program = ModuleProgram("hpctrain.convert", "convert", "megatron,huggingface", python)
-    ended = run_module(program, str(source), str(target), timeout_seconds=timeout_seconds)
+    ended = run_module(program, str(source), str(target), timeout_seconds=_TIMEOUT_SECONDS)
     try:
         return ConversionReport.model_validate_json(ended.stdout)
     except ValidationError:

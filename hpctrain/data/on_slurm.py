@@ -66,7 +66,7 @@ def prepare_on_slurm(
         return plan
     directory = Path(plan.directory)
     if plan.missing:
-        job_id = _array(request, array, options, plan, slurm)
+        job_id = _array(array, options, plan, slurm)
         elements = min(array.jobs, plan.missing)
         say(f"job array {job_id}: shards {plan.missing}, elements {elements}")
         wait_for(job_id, slurm)
@@ -84,11 +84,7 @@ def _run(request: DatasetRequest, stage: str) -> bytes:
 
 
 def _array(
-    request: DatasetRequest,
-    array: ArrayRequest,
-    options: ArrayOptions,
-    plan: ShardsReport,
-    slurm: SlurmClient,
+    array: ArrayRequest, options: ArrayOptions, plan: ShardsReport, slurm: SlurmClient
 ) -> int:
     """Return the array that makes the shards: one of an earlier command, or a new one."""
     directory = Path(plan.directory)

@@ -124,12 +124,7 @@ def plan(
 
         _refuse_layout_options()
         prepared = prepare_trainer(
-            loaded,
-            site,
-            spec.absolute().parent,
-            runs=directory,
-            template_directory=None,
-            python=sys.executable,
+            loaded, site, spec.absolute().parent, runs=directory, template_directory=None
         )
         pace = known_pace(prepared.job, directory, step_time, like)
         ready = ready_sentence(spec, profile, overrides, directory) if named else None

@@ -58,7 +58,7 @@ def known_pace(
                 f"--like: run `{found.run_id}` has an engine of hpctrain",
                 hint="name a run with a trainer of its own",
             )
-        measured = _measured(found, settings, job)
+        measured = _measured(found, job)
         if measured is None and step_seconds is None:
             raise UsageError(
                 f"--like: no launch of run `{found.run_id}` has reported {LEAST_STEPS} steps",
@@ -68,7 +68,7 @@ def known_pace(
         for found in reversed(all_runs(runs)):
             settings = _settings(found) if found.run_id.startswith(f"{job.spec.name}-") else None
             if settings is not None and _is_alike(found, settings, job):
-                measured = _measured(found, settings, job)
+                measured = _measured(found, job)
                 if measured is not None:
                     break
     if step_seconds is None:
@@ -152,7 +152,7 @@ def _planned(run: RunFiles) -> tuple[str, int] | None:
     return plan.profile_name, plan.world_size
 
 
-def _measured(run: RunFiles, settings: TrainerSettings, job: TrainerJob) -> KnownPace | None:
+def _measured(run: RunFiles, job: TrainerJob) -> KnownPace | None:
     """Take the pace of the newest launch that has reported enough steps; None if none has."""
     launches: dict[int, list[StepTime]] = {}
     for row in read_step_times(run.layout):

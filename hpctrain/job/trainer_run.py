@@ -130,7 +130,6 @@ def prepare_any(
     *,
     runs: Path,
     template_directory: Path | None = None,
-    python: str = sys.executable,
 ) -> Prepared | PreparedTrainerRun:
     """Plan and render one run of either kind.
 
@@ -138,21 +137,13 @@ def prepare_any(
     """
     loaded, site = load_any_inputs(spec, profile, overrides)
     if not isinstance(loaded.document, TrainerRunSpec):
-        return prepare(
-            spec,
-            profile,
-            overrides,
-            runs=runs,
-            template_directory=template_directory,
-            python=python,
-        )
+        return prepare(spec, profile, overrides, runs=runs, template_directory=template_directory)
     return prepare_trainer(
         loaded,
         site,
         spec.absolute().parent,
         runs=runs,
         template_directory=template_directory,
-        python=python,
     )
 
 
@@ -163,7 +154,6 @@ def prepare_trainer(
     *,
     runs: Path,
     template_directory: Path | None,
-    python: str,
 ) -> PreparedTrainerRun:
     """Plan and render one run. `directory`: that of the spec.
 
@@ -193,13 +183,13 @@ def prepare_trainer(
         run_comment(run_id),
         spec.digest,
         profile.digest,
-        python,
+        sys.executable,
         variables,
         setup_file(profile),
         template_sha256,
     )
     settings = trainer_settings(job, directory, logs_by(job))
-    environment = environment_of(job, python, facts.setup, variables)
+    environment = environment_of(job, sys.executable, facts.setup, variables)
     container = run_container(document.container, site.software.container)
     warnings = (
         *ungiven_warnings(job, environment),

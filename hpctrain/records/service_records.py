@@ -190,7 +190,6 @@ class ServiceEventKind(StrEnum):
     """What happened; the fields of `ServiceEvent` that are set depend on it."""
 
     CONTROLLER_STARTED = "controller_started"
-    CONTROLLER_LEFT = "controller_left"
     WANTED = "wanted"
     START_REPLICA = "start_replica"
     START_FAILED = "start_failed"
@@ -199,7 +198,6 @@ class ServiceEventKind(StrEnum):
     REPLICA_READY = "replica_ready"
     REPLICA_FAILED = "replica_failed"
     REPLICA_ENDED = "replica_ended"
-    GIVEN_UP = "given_up"
     ADDRESS = "address"
     SCALE_REQUESTED = "scale_requested"
     RESTART_REQUESTED = "restart_requested"

@@ -171,9 +171,6 @@ def evaluations_of_runs(runs: Path) -> list[RunFiles]:
 # -- Formats results of evaluation jobs, for the pages of runs ----------------------------------
 
 
-_WIDTH = 80
-
-
 def evaluation_lines(rows: Sequence[EvaluationRow], most: int | None = None) -> Iterator[str]:
     """List evaluations, newest step first, at most so many; failures with reason and log."""
     ordered = sorted(rows, key=lambda row: (-row.step, row.name))

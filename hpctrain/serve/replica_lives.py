@@ -135,19 +135,6 @@ class ReplicaLife(BaseModel):
         return None if ready is None or began is None else max(0.0, ready - began)
 
 
-def replica_lives(
-    service: ServiceFiles,
-    events: Sequence[ServiceEvent],
-    state: ServiceState | None,
-    now: float,
-) -> tuple[ReplicaLife, ...]:
-    """Tell the lives of all replicas, in order. Raises OSError or NewerFormatError."""
-    return tuple(
-        replica_life(job_records(service, name), events, state, now)
-        for name in service.layout.replica_names()
-    )
-
-
 @dataclass(frozen=True)
 class JobRecords:
     """What the job of a replica has recorded: its ledger, and how its newest launch left."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import SlurmUnreachableError, UsageError
 from hpctrain.job.job_queries import jobs_of, record_found, slurm_of
-from hpctrain.job.job_submission import JobsBefore, submit_jobs
+from hpctrain.job.job_submission import submit_jobs
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import generation, submitted_ids
 from hpctrain.records.kept_code import use_archive
@@ -28,13 +27,8 @@ from hpctrain.runs.control import ask, note
 from hpctrain.slurm.client import SlurmClient
 
 
-def start_replica(
-    service: ServiceLayout,
-    name: ReplicaName,
-    slurm: SlurmClient,
-    after: Sequence[JobsBefore] = (),
-) -> int:
-    """Submit the job of a replica and return its id; it begins `after` other jobs.
+def start_replica(service: ServiceLayout, name: ReplicaName, slurm: SlurmClient) -> int:
+    """Submit the job of a replica and return its id.
 
     One whose submission was interrupted is submitted now, and of one that has a job the id is
     returned. Raises UsageError for a service without a prototype or a directory that cannot be
@@ -59,7 +53,7 @@ def start_replica(
         record_found(run, found)
         if found.live:
             return found.live[0].submitted_id
-    return submit_jobs(run, slurm, *after)
+    return submit_jobs(run, slurm)
 
 
 def drain_replica(

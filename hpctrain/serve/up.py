@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -212,7 +212,6 @@ def start_service(
     inputs: ServiceInputs,
     runs: Path,
     slurm: SlurmClient,
-    environment: Mapping[str, str] | None = None,
     service: ServiceLayout | None = None,
 ) -> StartedService:
     """Write a service directory and start the service; a given `service` is written anew.
@@ -268,7 +267,7 @@ def start_service(
             )
             jobs.append(start_replica(service, name, slurm))
         if spec.router.place == "login":
-            url = start_router_here(service, environment or os.environ).url
+            url = start_router_here(service, os.environ).url
         else:
             router_job = start_router(service, slurm)
     except SlurmRefusedError:

@@ -106,7 +106,7 @@ def detected_profile(
     sections, overlay_remarks = partition_sections(facts, catalogue, partitions, hardware)
     slurm, slurm_remarks = slurm_section(facts, partitions, sections)
     stores, store_remarks = _filesystems(facts)
-    name = _name(facts, group, partition)
+    name = _name(facts, partition)
     tree: dict[str, Tree] = {
         "name": name,
         "description": Stated(
@@ -154,7 +154,7 @@ def detected_profile(
     return DetectedProfile(str(name.value), text, remarks, guessed, asked)
 
 
-def _name(facts: SiteFacts, group: NodeGroup, partition: str | None) -> Stated:
+def _name(facts: SiteFacts, partition: str | None) -> Stated:
     cluster = facts.cluster.config.cluster_name or "cluster"
     name = re.sub(r"[^A-Za-z0-9._-]", "-", cluster).lstrip("._-")[:30] or "cluster"
     source = f"ClusterName of {CONFIG_SHOWN}"

@@ -164,7 +164,7 @@ def network(
     """State cards, interface and switches, and what is not known about them."""
     section: dict[str, Tree] = dict(_cards(facts, group, gpu, emulated))
     remarks = []
-    if interface := _interface(facts, group, emulated):
+    if interface := _interface(facts, group):
         section["interface"] = interface
     else:
         remarks.append(
@@ -260,7 +260,7 @@ def _kind(facts: SiteFacts, otherwise: str) -> str:
     return "slingshot" if _is_slingshot(facts) else otherwise
 
 
-def _interface(facts: SiteFacts, group: NodeGroup, emulated: bool) -> Stated | None:
+def _interface(facts: SiteFacts, group: NodeGroup) -> Stated | None:
     survey = facts.survey
     if group.is_one_machine and group.nodes[0].address.startswith("127."):
         return Stated("lo", f"NodeAddr={group.nodes[0].address} of {NODES_SHOWN}")

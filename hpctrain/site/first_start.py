@@ -584,6 +584,6 @@ def _interpreter(python: str) -> Interpreter:
     """Look at the interpreter from here, as far as its path can be known here."""
     path = os.path.expandvars(python)
     if not os.path.isabs(path):
-        return Interpreter(path, None, None)
+        return Interpreter(path, None)
     real = os.path.realpath(path)
-    return Interpreter(path, os.path.exists(real), start_survey.elf_machine(real))
+    return Interpreter(path, start_survey.elf_machine(real))

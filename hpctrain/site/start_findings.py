@@ -167,7 +167,6 @@ class Interpreter:
     """The profile's interpreter, as this machine sees it; None where it cannot tell."""
 
     path: str
-    is_there: bool | None
     machine: str | None
 
 
@@ -251,7 +250,7 @@ def judge_start(profile: ClusterProfile, outcome: StartOutcome) -> tuple[SiteFin
     ]
     if task is not None:
         found += [
-            *_passed(outcome, batch, task),
+            *_passed(batch, task),
             *_libraries(profile, task),
             *_network(profile, task),
             *(
@@ -544,7 +543,7 @@ def _step(
 # -- What a rank would find -----------------------------------------------------------------------
 
 
-def _passed(outcome: StartOutcome, batch: BatchReport, task: TaskReport) -> Iterator[SiteFinding]:
+def _passed(batch: BatchReport, task: TaskReport) -> Iterator[SiteFinding]:
     other = [name for name, seen in batch.digests.items() if task.digests.get(name) != seen]
     if not other:
         count = len(batch.digests)

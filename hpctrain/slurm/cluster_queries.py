@@ -250,11 +250,6 @@ def partitions(text: str, config: SlurmConfig) -> tuple[PartitionFacts, ...]:
 
 
 def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
-    memory = (
-        f"{key}={row[key]}"
-        for key in ("DefMemPerGPU", "DefMemPerCPU", "DefMemPerNode")
-        if row.get(key, "UNLIMITED") not in ("UNLIMITED", "0")
-    )
     text = row.get("AllocNodes", "ALL")
     submit_hosts = () if text in _EVERYBODY else expand_hosts(text)
     return PartitionFacts(
@@ -278,7 +273,6 @@ def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
         allow_groups=_limited_to(row.get("AllowGroups", "")),
         submit_hosts=submit_hosts,
         qos=None if row.get("QoS", "") in _NOTHING else row["QoS"],
-        memory_default=next(memory, None),
     )
 
 

@@ -106,7 +106,6 @@ class PartitionFacts:
     allow_groups: tuple[str, ...] = ()
     submit_hosts: tuple[str, ...] = ()
     qos: str | None = None
-    memory_default: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ Deviation = Annotated[float, Field(ge=0, le=3)]
 Logarithm = Annotated[float, Field(ge=-5, le=5)]
 Variance = Annotated[float, Field(ge=-25, le=25)]
 _ROUNDED = 1e-4  # share of a covariance, which is written with six digits
-Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class Doubt(Document):

@@ -670,18 +670,16 @@ def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contra
     """Find layer counts, expert tensor parallelism and precisions that the engine lacks."""
     if choices.precision not in engine.precisions:
         yield _unread(
-            engine,
             ("precision",),
             f"{engine.title} has no {choices.precision}",
             lambda other: choices.precision in other.precisions,
         )
     if choices.recompute_layers is not None and not engine.recomputes_some:
         message = f"{engine.title} computes all layers again, or none"
-        yield _unread(engine, ("recompute_layers",), message, lambda other: other.recomputes_some)
+        yield _unread(("recompute_layers",), message, lambda other: other.recomputes_some)
     if choices.activation_offload_layers and not engine.offloads_activations:
         message = f"{engine.title} keeps activations on the GPU"
         yield _unread(
-            engine,
             ("activation_offload_layers",),
             message,
             lambda other: other.offloads_activations,
@@ -692,7 +690,7 @@ def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contra
     path = ("parallel", "etp")
     if not engine.splits_experts:
         message = f"{engine.title} reads no `parallel.etp`"
-        yield _unread(engine, path, message, lambda other: other.splits_experts)
+        yield _unread(path, message, lambda other: other.splits_experts)
     elif choices.model is not None and choices.model.moe is None:
         # megatron-core 0.16.1 builds groups of experts that no layer would use
         message = "etp splits experts, and the model has none"
@@ -705,27 +703,26 @@ def _unread_parts(engine: EngineAbilities, choices: Choices) -> Iterator[Contrad
     if data is not None and data.documents not in engine.documents:
         message = f"{engine.title} knows documents as {' or '.join(engine.documents)}"
         able = lambda other: data.documents in other.documents  # noqa: E731
-        yield _unread(engine, ("data", "documents"), message, able)
+        yield _unread(("data", "documents"), message, able)
     if data is not None and data.mask_document_ends and not engine.masks_document_ends:
         message = f"{engine.title} knows no ends of documents"
         able = lambda other: other.masks_document_ends  # noqa: E731
-        yield _unread(engine, ("data", "mask_document_ends"), message, able)
+        yield _unread(("data", "mask_document_ends"), message, able)
     if model is None:
         return
     if model.vocab_multiple is not None and not engine.pads_vocab:
         message = f"{engine.title} pads no vocabulary"
-        yield _unread(engine, ("model", "vocab_multiple"), message, lambda other: other.pads_vocab)
+        yield _unread(("model", "vocab_multiple"), message, lambda other: other.pads_vocab)
     moe = model.moe
     if moe is not None and (moe.balance != "aux_loss" or moe.z_loss is not None):
         field = "balance" if moe.balance != "aux_loss" else "z_loss"
         if not engine.chooses_router_losses:
             message = f"{engine.title} has no such loss of the router"
             able = lambda other: other.chooses_router_losses  # noqa: E731
-            yield _unread(engine, ("model", "moe", field), message, able)
+            yield _unread(("model", "moe", field), message, able)
 
 
 def _unread(
-    engine: EngineAbilities,
     path: tuple[str, ...],
     message: str,
     able: Callable[[EngineAbilities], bool],

@@ -112,7 +112,6 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 _LAST_REPORTS_SECONDS = 5.0
 # A socket's path has at most 107 bytes (unix(7)), and the names below this are short.
 _LONGEST_HOME = 70
-_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 # What other agents have heard, in `Agent._reports`.

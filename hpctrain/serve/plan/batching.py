@@ -69,7 +69,7 @@ class Replica:
 
     __slots__ = (
         *("table", "limits", "journal", "loads", "index", "clock", "next_event", "waiting"),
-        *("iterations", "busy_seconds", "prompt_tokens_computed", "output_tokens_produced"),
+        *("iterations", "prompt_tokens_computed", "output_tokens_produced"),
         *("preemptions", "most_kv_tokens", "_decoding", "_context", "_kv_used", "_partial"),
         *("_computed", "_needed", "_ends", "_order", "_admission", "_begun", "_admissions"),
         *("_prefix_ready", "_steps", "_first", "_growth", "_chunks", "_done", "_cuttable"),
@@ -89,7 +89,6 @@ class Replica:
         self.clock, self.next_event = 0.0, _NEVER
         self.waiting: deque[int] = deque()
         self.iterations = 0
-        self.busy_seconds = 0.0
         self.prompt_tokens_computed = 0
         self.output_tokens_produced = 0
         self.preemptions = 0
@@ -165,7 +164,6 @@ class Replica:
     def _end(self) -> list[int]:
         """End the stretch under way: tokens, first tokens, and answers, which are returned."""
         steps, count = self._steps, self._decoding
-        self.busy_seconds += self.next_event - self.clock
         self.clock = self.next_event
         self.iterations += steps
         self.prompt_tokens_computed += self._chunks

@@ -60,7 +60,6 @@ class Outcome:
     output_tokens_produced: int
     preemptions: int
     iterations: int
-    busy_share: float
     most_kv_tokens: float
 
     @property
@@ -231,7 +230,6 @@ def _outcome(
     kept = order[counted.start : counted.stop]
     several = kept[tokens[kept] > 1]
     begun = np.where(np.isfinite(whole), first, 0.0)  # the rest is never answered
-    end = max(replica.clock for replica in replicas)
     return Outcome(
         arrival_seconds=arrivals[kept],
         ttft_seconds=first[kept],
@@ -242,6 +240,5 @@ def _outcome(
         output_tokens_produced=sum(one.output_tokens_produced for one in replicas),
         preemptions=sum(one.preemptions for one in replicas),
         iterations=sum(one.iterations for one in replicas),
-        busy_share=sum(one.busy_seconds for one in replicas) / (end * len(replicas)),
         most_kv_tokens=max(one.most_kv_tokens for one in replicas),
     )

@@ -40,7 +40,7 @@ from hpctrain.records.service_layout import ReplicaName
 from hpctrain.records.service_records import DrainRecord, ReplicaState
 from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.plan.documents import ServicePlan
-from hpctrain.serve.replica_lives import replica_lives
+from hpctrain.serve.replica_lives import ReplicaLife, job_records, replica_life
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.telemetry.scraped_text import Histogram, ScrapedText
@@ -411,11 +411,16 @@ def test_labels_are_those_of_the_records() -> None:
 # -- lives ---------------------------------------------------------------------------------------
 
 
+def _lives(service: ServiceFiles) -> list[ReplicaLife]:
+    """Tell the lives of all replicas, in order."""
+    events, state = service.ledger.events(), service.state
+    jobs = [job_records(service, name) for name in service.layout.replica_names()]
+    return [replica_life(job, events, state, NOW) for job in jobs]
+
+
 def test_lives_have_phases_without_gaps(tmp_path: Path) -> None:
     service: ServiceFiles = fabricate_service(tmp_path)
-    lives = {
-        one.name: one for one in replica_lives(service, service.ledger.events(), service.state, NOW)
-    }
+    lives = {one.name: one for one in _lives(service)}
     for life in lives.values():
         assert all(a.end == b.begin for a, b in zip(life.spans, life.spans[1:], strict=False))
     first = lives["r001-g001"]
@@ -432,7 +437,7 @@ def test_lives_have_phases_without_gaps(tmp_path: Path) -> None:
 def test_an_engine_that_is_started_again_in_its_job(tmp_path: Path) -> None:
     service = fabricate_service(tmp_path, lives=(Life("r001-g001"),))
     start_engine_again(service, ReplicaName(1, 1), NOW - 6200)
-    (life,) = replica_lives(service, service.ledger.events(), service.state, NOW)
+    (life,) = _lives(service)
     phases = [(one.phase, one.begin - NOW + 6200) for one in life.spans]
     assert phases[2:] == [("ready", -850), ("failed", 0), ("loading", 10), ("ready", 100)]
     assert life.over_since is None and life.ends == ("engine_exit",)

@@ -92,7 +92,7 @@ def outcome(
         machine="x86_64",
         directory="/lustre/runs/.start",
         **{
-            "interpreter": Interpreter("/sw/bin/python3", True, "x86_64"),
+            "interpreter": Interpreter("/sw/bin/python3", "x86_64"),
             "expected": EXPECTED,
             "record": ENDED,
             "batch": None if batch is None else BatchReport.model_validate({**BATCH, **batch}),
@@ -200,7 +200,7 @@ def test_clocks(clock: float, words: str) -> None:
     assert words in next(one.sentence for one in found if one.topic == "clock")
 
 
-FOREIGN = Interpreter("/sw/bin/python3", True, "aarch64")
+FOREIGN = Interpreter("/sw/bin/python3", "aarch64")
 
 
 @pytest.mark.parametrize(

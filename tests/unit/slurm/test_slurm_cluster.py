@@ -99,7 +99,7 @@ def test_a_partition_without_limits_and_one_with_all() -> None:
         ("a", "b"),
     )
     assert (second.preemption, second.submit_hosts) == ("suspend", ("login1", "login2"))
-    assert second.whole_nodes and second.memory_default == "DefMemPerNode=4000"
+    assert second.whole_nodes
     quiet = SlurmConfig({"PreemptType": "preempt/none", "PreemptMode": "REQUEUE"})
     assert cluster_queries.partitions(text, quiet)[0].preemption == "off"
 
