@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from hpctrain.base.frozen import Frozen
 from hpctrain.site.profile_text import Stated, Tree, Value, profile_text, stated_values
 from hpctrain.spec.job_text import expanded_names, secret_reason
 from hpctrain.spec.profile import ClusterProfile
@@ -21,13 +20,11 @@ from hpctrain.spec.profile import ClusterProfile
 Outcome = Literal["spec", "profile", "needless", "dropped"]
 
 
-class AdoptedPart(BaseModel):
+class AdoptedPart(Frozen):
     """What became of a part of a line. `part`: which, where there are several.
 
     `field`: dotted path in the spec or in the profile.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     outcome: Outcome
     reason: str
@@ -35,10 +32,8 @@ class AdoptedPart(BaseModel):
     part: str | None = None
 
 
-class AdoptedLine(BaseModel):
+class AdoptedLine(Frozen):
     """Lines of the script that belong together, as they are, but for values that look secret."""
-
-    model_config = ConfigDict(frozen=True)
 
     line: int
     last_line: int
@@ -46,25 +41,21 @@ class AdoptedLine(BaseModel):
     parts: tuple[AdoptedPart, ...]
 
 
-class ProfileNeed(BaseModel):
+class ProfileNeed(Frozen):
     """A field that a profile for this script needs, and the value."""
-
-    model_config = ConfigDict(frozen=True)
 
     field: str
     value: str
     line: int | None
 
 
-class Adoption(BaseModel):
+class Adoption(Frozen):
     """A script, line by line, and what was written.
 
     `spec` and `overlay` are the texts of the files; no overlay: no profile was given, or it needs
     no change. `questions`: what only its author knows. `adapter_needs`: what the adapter needs of
     the command, in sentences.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     script: str
     name: str

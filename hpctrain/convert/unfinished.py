@@ -28,6 +28,7 @@ from hpctrain.records.manifest import (
     file_problem,
 )
 from hpctrain.records.sweeps import try_lock
+from hpctrain.spec.document import Document
 from hpctrain.version import __version__
 
 # Files of the result have at most so many bytes, or one tensor (as transformers splits models).
@@ -35,10 +36,8 @@ MOST_FILE_BYTES = 5 * 10**9
 _JOURNAL, _LOCK = "journal.json", "lock"
 
 
-class _Finished(BaseModel):
+class _Finished(Document):
     """A file that is complete, and what `write` has returned about it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     digest: FileDigest
     about: Any

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from hpctrain.base.frozen import Frozen
 from hpctrain.plan.documents import Layout, Plan
 from hpctrain.records.run_records import RankTimes
 from hpctrain.spec.profile import ClusterProfile
@@ -175,18 +174,14 @@ QUESTIONS: dict[Topic, str] = {
 }
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Measurement(_Frozen):
+class Measurement(Frozen):
     """Measured numbers as text, and the file that they come from."""
 
     words: str
     source: str
 
 
-class Price(_Frozen):
+class Price(Frozen):
     """The planner's predictions with the changes and without them."""
 
     step_seconds: float | None
@@ -195,7 +190,7 @@ class Price(_Frozen):
     peak_bytes_now: int
 
 
-class Suggestion(_Frozen):
+class Suggestion(Frozen):
     """A recommended action; `changes` are values of `--set`, `price` is their predicted effect."""
 
     words: str
@@ -203,7 +198,7 @@ class Suggestion(_Frozen):
     price: Price | None = None
 
 
-class TopicFinding(_Frozen):
+class TopicFinding(Frozen):
     """The answer to one question.
 
     `gain_seconds`: time per step that a remedy can save at most; with `at_least`, at least.

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.base.frozen import Frozen
 from hpctrain.diagnose.facts import (
     AxisFacts,
     DiagnosisInput,
@@ -53,23 +52,19 @@ _WORTH = 0.01
 _OF_ANY_TRAINER = frozenset({"warm_up", "unsteady"})
 
 
-class ReadFile(BaseModel):
+class ReadFile(Frozen):
     """A file that was read, and how much of it."""
-
-    model_config = ConfigDict(frozen=True)
 
     file: str
     words: str
 
 
-class Diagnosis(BaseModel):
+class Diagnosis(Frozen):
     """The output of `hpctrain diagnose`.
 
     `shares` are parts of a step of the middle rank; `predicted_seconds` is the plan's step.
     `findings` that stand out come first, ordered by gain.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     step_seconds: float | None

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.records.datasets import (
@@ -31,6 +31,7 @@ from hpctrain.records.datasets import (
     read_samples_sidecar,
     sidecar_path,
 )
+from hpctrain.spec.document import Document
 
 _PROGRAM = "hpctrain.data.making"
 _OTHERWISE_GIVEN = ("output", "inputs", "suffixes", "force")  # not as --NAME=VALUE
@@ -121,10 +122,8 @@ def run_program(command: list[str], output: Path, timeout_seconds: float) -> byt
     raise kind(message, hint=failure.problems[0].hint if failure.problems else None)
 
 
-class DatasetDescription(BaseModel):
+class DatasetDescription(Document):
     """The head of `PREFIX.idx`; `sidecar` is what `prepare_dataset` wrote beside it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefix: str
     documents: int
@@ -136,10 +135,8 @@ class DatasetDescription(BaseModel):
     sidecar: DatasetSidecar | None
 
 
-class SamplesDescription(BaseModel):
+class SamplesDescription(Document):
     """The heads in `PREFIX.npz`: type and shape of each array."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefix: str
     arrays: dict[str, str]
@@ -206,10 +203,8 @@ def _describe_samples(prefix: Path) -> SamplesDescription:
     )
 
 
-class VerifiedDataset(BaseModel):
+class VerifiedDataset(Document):
     """A dataset whose `files` are unchanged since it was made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefix: str
     files: tuple[str, ...]

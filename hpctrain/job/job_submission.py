@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base import clock
 from hpctrain.base.errors import (
     HpctrainError,
@@ -26,6 +24,7 @@ from hpctrain.base.errors import (
     SlurmUnreachableError,
     UsageError,
 )
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import short_duration
 from hpctrain.job.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.records.find import RunFiles, all_runs, find_run
@@ -53,10 +52,8 @@ from hpctrain.spec.trainer import TrainerRunSpec
 _SECONDS_TO_PUT_BACK = 30
 
 
-class Submitted(BaseModel):
+class Submitted(Frozen):
     """A run that Slurm has accepted, and what the site has answered beside the job's id."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     job_id: int

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.disk_usage import directory_facts
 from hpctrain.base.errors import (
     DoesNotFitError,
@@ -30,6 +28,7 @@ from hpctrain.base.errors import (
     Problem,
     RefusedPlanError,
 )
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import short_bytes
 from hpctrain.job.footprint import footprint_of
 from hpctrain.job.input_checks import check_code, check_pretrained, check_samples, sidecar_notes
@@ -77,10 +76,8 @@ print(json.dumps([name for name in sys.argv[1:] if not found(name)]))
 """
 
 
-class Check(BaseModel):
+class Check(Frozen):
     """What was looked at, what was found, and the problems if a run would fail."""
-
-    model_config = ConfigDict(frozen=True)
 
     subject: str
     state: State

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.errors import UsageError
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import short_duration
 from hpctrain.job.prepare import load_any_inputs, load_knowledge
 from hpctrain.plan.forecast.rates import RESTART_SECONDS
@@ -39,10 +38,8 @@ _MOST_PLAYED = 200_000_000
 Interval = float | Literal["auto", "spec"]
 
 
-class Written(BaseModel):
+class Written(Frozen):
     """The combination that a spec has: the one that `plan` forecasts."""
-
-    model_config = ConfigDict(frozen=True)
 
     spare_nodes: int
     interval_seconds: float
@@ -52,10 +49,8 @@ class Written(BaseModel):
         return cls(spare_nodes=scenario.spare_nodes, interval_seconds=scenario.work_between_saves)
 
 
-class Simulation(BaseModel):
+class Simulation(Frozen):
     """A scenario, the result of playing it, and the sources of its numbers."""
-
-    model_config = ConfigDict(frozen=True)
 
     scenario: Scenario
     choice: Choice

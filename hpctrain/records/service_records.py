@@ -10,13 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from hpctrain.base import clock
 from hpctrain.base.durable import append_line
-from hpctrain.base.errors import InvalidInputError, Problem, StorageError
-from hpctrain.base.formats import refuse_newer
 from hpctrain.records.run_records import Record, RecordPart, parse_record
+from hpctrain.records.supervise_config import Settings, read_settings
 
 
 class Endpoint(Record):
@@ -257,13 +254,7 @@ class ServiceLedger:
 # -- The settings of router and controller (`service.json`), made from spec and plan ------------
 
 
-class _Settings(BaseModel):
-    """Unlike in records, an unknown field is an error: nobody would act on it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-class RouterSettings(_Settings):
+class RouterSettings(Settings):
     """The router itself; paths are absolute. See `spec.service.RouterSpec`.
 
     `program` and `python` say where it is looked for; `ports`: the first and the last that it may
@@ -286,7 +277,7 @@ class RouterSettings(_Settings):
     processes: int = 1
 
 
-class ScalingSettings(_Settings):
+class ScalingSettings(Settings):
     """How many replicas; see `spec.service.ReplicasSpec` and the plan.
 
     `count` is for the busiest hour and contains `spare`; `capacity_rate` are requests per second of
@@ -307,7 +298,7 @@ class ScalingSettings(_Settings):
     most_jobs: int | None = None
 
 
-class ServiceSettings(_Settings):
+class ServiceSettings(Settings):
     """Written when the service is started; durations in seconds.
 
     `load_seconds` is the plan's word until a replica has been measured. Slurm is not asked more
@@ -330,13 +321,4 @@ def read_service_settings(path: Path) -> ServiceSettings:
     Raises StorageError when the file cannot be read, NewerFormatError when a newer hpctrain has
     written it, InvalidInputError when it is no such file.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        return ServiceSettings.model_validate_json(text)
-    except ValidationError as error:
-        refuse_newer(path, text, ServiceSettings)
-        problem = Problem("cannot be read: not a service.json", str(path))
-        raise InvalidInputError([problem]) from error
+    return read_settings(path, ServiceSettings, "service.json")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,8 +20,8 @@ DEFAULT_POLL_SECONDS = 10.0
 _FORMER = frozenset({"url_env", "token_env", "other_nodes", "storm_window_seconds"})
 
 
-class _Settings(BaseModel):
-    """Unlike in records, an unknown field is an error: nobody would act on it."""
+class Settings(BaseModel):
+    """Base of settings; unlike in records, an unknown field is an error: nobody would act on it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
 
@@ -33,7 +33,10 @@ class _Settings(BaseModel):
         return {name: value for name, value in values.items() if name not in _FORMER}
 
 
-class SubmitSettings(_Settings):
+_Kind = TypeVar("_Kind", bound=Settings)
+
+
+class SubmitSettings(Settings):
     """How jobs are submitted: the words in the place of `sbatch`.
 
     `cluster`: the one that Slurm's commands have to name from outside of a job (`--clusters`); None
@@ -44,7 +47,7 @@ class SubmitSettings(_Settings):
     cluster: str | None = None
 
 
-class LaunchShape(_Settings):
+class LaunchShape(Settings):
     """One size at which the run can be launched: the planned one, or a smaller one."""
 
     nodes: int
@@ -52,7 +55,7 @@ class LaunchShape(_Settings):
     train_config: str
 
 
-class RollbackSettings(_Settings):
+class RollbackSettings(Settings):
     """What is done about a loss that is not finite or jumps; see `spec.run.RollbackSpec`."""
 
     act: bool = False
@@ -60,7 +63,7 @@ class RollbackSettings(_Settings):
     skip_steps: int = 1
 
 
-class GroupSettings(_Settings):
+class GroupSettings(Settings):
     """An axis whose groups ought to be under one leaf: so many `ranks`, `stride` apart."""
 
     axis: str
@@ -68,7 +71,7 @@ class GroupSettings(_Settings):
     ranks: int
 
 
-class TopologySettings(_Settings):
+class TopologySettings(Settings):
     """What the supervisor compares with the nodes of its job.
 
     `groups`: axes of several nodes that the plan has under one leaf switch or in one block.
@@ -84,7 +87,7 @@ class TopologySettings(_Settings):
     scattered_step_seconds: float | None = None
 
 
-class ChannelSettings(_Settings):
+class ChannelSettings(Settings):
     """One way to tell people; the paths are absolute. `name` is unique among those of a run."""
 
     name: str
@@ -95,7 +98,7 @@ class ChannelSettings(_Settings):
     sendmail: str = "/usr/sbin/sendmail"
 
 
-class NotifySettings(_Settings):
+class NotifySettings(Settings):
     """Whom the run tells about which events; see `spec.notify.NotifySpec`.
 
     `quiet_minutes` are begin and end of the quiet hours in minutes after midnight of `time_zone`.
@@ -112,7 +115,7 @@ class NotifySettings(_Settings):
     queue_limit_seconds: float | None = None
 
 
-class MetricsSettings(_Settings):
+class MetricsSettings(Settings):
     """Where a job exports metrics: a directory of node_exporter, an endpoint, or both.
 
     `ports`: the first and the last that the endpoint may take; None: any. `address`: what it
@@ -125,7 +128,7 @@ class MetricsSettings(_Settings):
     address: str | None = None
 
 
-class CommandSettings(_Settings):
+class CommandSettings(Settings):
     """How many commands of the site `commands.sh` has for each part, and how long each may take."""
 
     limit_seconds: float
@@ -134,7 +137,7 @@ class CommandSettings(_Settings):
     node_after: int = 0
 
 
-class SuperviseConfig(_Settings):
+class SuperviseConfig(Settings):
     """Written once at submit time; durations in seconds.
 
     `launcher`: what srun's tasks are: ranks, agents of our engines, or agents of a trainer of its
@@ -220,15 +223,20 @@ def read_supervise_config(path: Path) -> SuperviseConfig:
     Raises StorageError when the file cannot be read, NewerFormatError when a newer hpctrain has
     written it, InvalidInputError when it is no such file.
     """
+    return read_settings(path, SuperviseConfig, "supervise.json")
+
+
+def read_settings(path: Path, schema: type[_Kind], name: str) -> _Kind:
+    """Read settings whose file is called `name`; raises as `read_supervise_config` does."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        return SuperviseConfig.model_validate_json(text)
+        return schema.model_validate_json(text)
     except ValidationError as error:
-        refuse_newer(path, text, SuperviseConfig)
-        problem = Problem("cannot be read: not a supervise.json", str(path))
+        refuse_newer(path, text, schema)
+        problem = Problem(f"cannot be read: not a {name}", str(path))
         raise InvalidInputError([problem]) from error
 
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.errors import InvalidInputError, RefusedPlanError
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import Bandwidth, FlopRate
 from hpctrain.checkpoints.staged import CONFIG_NAME, tensor_bytes
 from hpctrain.job.prepare import load_knowledge
@@ -42,23 +41,19 @@ EMULATED_ERROR = 0.7
 CORE_RATE, CORE_BANDWIDTH = FlopRate(30e9), Bandwidth(8e9)
 
 
-class RefusedCluster(BaseModel):
+class RefusedCluster(Frozen):
     """A cluster on which the service has no plan; `reason` has a line for each shape."""
-
-    model_config = ConfigDict(frozen=True)
 
     profile: str
     reason: str
     hint: str | None = None
 
 
-class PlannedService(BaseModel):
+class PlannedService(Frozen):
     """Plans of a service, the cheapest first, and clusters without one.
 
     `clarifications` are there instead of plans where a limit does not name its latency.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     service: str
     plans: tuple[ServicePlan, ...] = ()

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
+from hpctrain.base.frozen import Frozen
 from hpctrain.judge.causes import SCHEDULER_CAUSES, Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.records.ledger import Event, EventKind, Ledger
@@ -67,13 +66,11 @@ _OF_ACTION: dict[str, LifePhase | None] = {
 }
 
 
-class LifeSpan(BaseModel):
+class LifeSpan(Frozen):
     """One phase of a replica, in seconds since the epoch; `end` is that of now while it lasts.
 
     `cause` and `reason`: of a failed launch.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     phase: LifePhase
     begin: float
@@ -82,15 +79,13 @@ class LifeSpan(BaseModel):
     reason: str = ""
 
 
-class ReplicaLife(BaseModel):
+class ReplicaLife(Frozen):
     """One job of one replica. `over_since` is None while it may still answer.
 
     `cause`: why its engine or job ended last; `ends` are all causes. `failed`: its controller gave
     this job up. `drain`: how it left on purpose; `broken_off` requests were lost then, None where
     nobody has counted them.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     spans: tuple[LifeSpan, ...] = ()

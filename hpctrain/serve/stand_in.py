@@ -28,7 +28,8 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict
+
+from hpctrain.spec.document import Document
 
 Failure = Literal["crash", "exit", "hang", "out_of_memory", "no_weights", "gpu_fault"]
 _VARIABLE = "STAND_IN_ENGINE"
@@ -63,7 +64,7 @@ exec {python} "$@"
 """
 
 
-class StandInSettings(BaseModel):
+class StandInSettings(Document):
     """Times in seconds, and one failure.
 
     A request takes `first_token_seconds`, `prompt_token_seconds` for each token of its prompt, and
@@ -73,8 +74,6 @@ class StandInSettings(BaseModel):
     `tickets` can be removed (empty: always), so that a test can let one start fail and the next one
     succeed.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     load_seconds: float = 0.0
     first_token_seconds: float = 0.01

@@ -15,10 +15,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, StorageError
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import Bandwidth
 from hpctrain.job.prepare import load_knowledge, site_knowledge
 from hpctrain.plan.cost.from_spec import calibration_of, fabric_of
@@ -65,10 +66,8 @@ SPEED_FILE = "speed.jsonl"
 _NAMED_RUNS = 3  # in a hint
 
 
-class CalibratedFigure(BaseModel):
+class CalibratedFigure(Frozen):
     """One figure: packaged, measured on this cluster, and the measurements behind it."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     packaged: float
@@ -76,10 +75,8 @@ class CalibratedFigure(BaseModel):
     source: str
 
 
-class CalibratedStep(BaseModel):
+class CalibratedStep(Frozen):
     """One job: measured step time, planned with the packaged figures and with the new ones."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     gpus: int
@@ -89,13 +86,11 @@ class CalibratedStep(BaseModel):
     problem: str | None = None
 
 
-class CalibrationResult(BaseModel):
+class CalibrationResult(Frozen):
     """What `hpctrain calibrate` has found; `path` is the file that it wrote.
 
     `usage`: whether plans use that file, and else what to do.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     profile: str
     site: SiteCalibration

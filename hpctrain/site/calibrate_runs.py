@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.base.frozen import Frozen
 from hpctrain.job.prepare import load_knowledge
 from hpctrain.plan.cost.from_spec import calibration_of, fabric_of
 from hpctrain.records.layout import RunLayout
@@ -60,14 +59,12 @@ if TYPE_CHECKING:
 MOST_RUNS = 10  # of one engine: more teach little, and each has to be planned again
 
 
-class LearningResult(BaseModel):
+class LearningResult(Frozen):
     """What `hpctrain calibrate RUN ...` has found; `path` is the file that it wrote.
 
     `refused`: runs that teach nothing, with the reason. `usage`: whether plans use that file, and
     else what to do.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     profile: str
     gpu: str

@@ -14,9 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.frozen import Frozen
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.load.measurement import RequestRecord
@@ -52,14 +51,12 @@ _HINT = "`hpctrain serve test SERVICE` measures, and keeps what it measured"
 _MOST_PROBLEMS = 10
 
 
-class ServiceCalibrationResult(BaseModel):
+class ServiceCalibrationResult(Frozen):
     """What `hpctrain calibrate SERVICE` has found; `path` is the file that it wrote.
 
     `error_before`: median distance of the logarithms of measured and predicted seconds, without the
     factors; `usage`: whether plans use that file, and else what to do.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     profile: str
     engine: str

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import ByteSize, Duration
 from hpctrain.site.detected_slurm import (
     CONFIG_SHOWN,
@@ -32,13 +31,11 @@ Severity = Literal["refused", "loses work", "slower", "harmless"]
 _TOPOLOGY_SHOWN = "scontrol show topology"
 
 
-class Difference(BaseModel):
+class Difference(Frozen):
     """One difference. `refused`: Slurm takes no such job, or it never starts; `loses work`: a stop
     comes earlier or otherwise than the run expects; `slower`: resources stay unused, or nodes are
     further apart. `field` is the dotted path in the profile.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     field: str
     in_profile: str

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.site.detected_slurm import PARTITION_SHOWN, preemption_of, refusal
 from hpctrain.site.facts import LoginFacts
@@ -42,14 +41,12 @@ SLOW_CONTROLLER_SECONDS = 2.0
 _OLDEST = (22, 5)
 
 
-class SiteFinding(BaseModel):
+class SiteFinding(Frozen):
     """The answer to one question about a site, as a sentence, and where it comes from.
 
     `field` of the profile is behind what fails, `change` is what to do about it, where that is
     known.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     topic: str
     state: State

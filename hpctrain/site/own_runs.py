@@ -15,9 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.base.frozen import Frozen
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import spec_as_planned
 from hpctrain.plan.layout_words import DEFAULT_ORDER
@@ -257,10 +256,8 @@ _IMPLAUSIBLE = 3.0
 _ODD = 2.5  # deviations of the next step time: one run in eighty is further off
 
 
-class EngineLearning(BaseModel):
+class EngineLearning(Frozen):
     """What the runs of one engine have taught."""
-
-    model_config = ConfigDict(frozen=True)
 
     engine: str
     learned: SiteLearning

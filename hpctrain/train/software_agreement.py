@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.frozen import Frozen
 from hpctrain.engines.training import LibraryName, SoftwareNeed, TrainConfig
 from hpctrain.records.kept_code import is_current
 from hpctrain.records.software import (
@@ -65,13 +66,11 @@ _LIBRARIES: dict[LibraryName, tuple[str, str]] = {
 }
 
 
-class RankSoftware(BaseModel):
+class RankSoftware(Frozen):
     """The facts of one rank; `gpu_ids` identifies the GPUs that it sees.
 
     `problems` are what the engine has found wrong with its library.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     rank: int
     local_rank: int
@@ -81,10 +80,8 @@ class RankSoftware(BaseModel):
     problems: tuple[LibraryProblem, ...] = ()
 
 
-class Refusal(BaseModel):
+class Refusal(Frozen):
     """One problem, the nodes that have it, and whether others do not."""
-
-    model_config = ConfigDict(frozen=True)
 
     message: str
     hint: str | None

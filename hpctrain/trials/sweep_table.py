@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError
+from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import short_hours
 from hpctrain.page.text import columns_text, paragraph
 from hpctrain.records.find import RunFiles
@@ -40,15 +39,13 @@ _REFUSED = "REFUSED"
 REMOVED = "REMOVED"
 
 
-class SweepRow(BaseModel):
+class SweepRow(Frozen):
     """One point. Losses and hours are absent where they are not known.
 
     `eval_loss` is the best evaluation, `eval_step` its step. `gpu_hours` were used so far,
     `forecast_gpu_hours` is the forecast from before the submission. `metrics` are the newest
     results of its evaluation jobs, as `NAME/METRIC`.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     values: tuple[str, ...]
     name: str
@@ -63,13 +60,11 @@ class SweepRow(BaseModel):
     eval_step: int | None = None
     gpu_hours: float | None = None
     forecast_gpu_hours: float | None = None
-    metrics: dict[str, float] = {}
+    metrics: Mapping[str, float] = {}
 
 
-class SweepTable(BaseModel):
+class SweepTable(Frozen):
     """All points of a sweep, in the order of their results."""
-
-    model_config = ConfigDict(frozen=True)
 
     sweep_id: str
     run_name: str
@@ -84,10 +79,8 @@ class SweepTable(BaseModel):
     rows: tuple[SweepRow, ...]
 
 
-class SweepSummary(BaseModel):
+class SweepSummary(Frozen):
     """One line of the list of sweeps."""
-
-    model_config = ConfigDict(frozen=True)
 
     sweep_id: str
     points: int

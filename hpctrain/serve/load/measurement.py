@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.serve.plan.documents import Promise
+from hpctrain.spec.document import Document
 from hpctrain.spec.service import LatencyName
 
 MeasuredLatency = Literal["ttft", "tpot", "e2e", "itl"]
@@ -92,13 +91,7 @@ class ClientUse:
     most_outstanding: int
 
 
-class _Part(BaseModel):
-    """Base of all parts: frozen, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-class MeasuredQuantile(_Part):
+class MeasuredQuantile(Document):
     """One percentile of one latency with its interval of 95 %.
 
     A failed request counts as one that never ends: None is such a time, and a bound that the
@@ -114,7 +107,7 @@ class MeasuredQuantile(_Part):
     independent: int
 
 
-class Failures(_Part):
+class Failures(Document):
     """Requests that failed in the same way, with some of them by id and planned time."""
 
     kind: FailureKind
@@ -124,7 +117,7 @@ class Failures(_Part):
     detail: str
 
 
-class ClientLoad(_Part):
+class ClientLoad(Document):
     """What the load generator itself did, to tell whether it measured the service or itself.
 
     `late`: sending after the planned time. `lag`: how much longer than asked the event loop slept.
@@ -138,7 +131,7 @@ class ClientLoad(_Part):
     most_outstanding: int
 
 
-class Measurement(_Part):
+class Measurement(Document):
     """A load test: what was asked, what came back, and whether the client could keep up.
 
     `requests` were sent in all, `counted` of them after the warm-up; quantiles and failures are of
@@ -182,15 +175,13 @@ class Measurement(_Part):
 Verdict = Literal["met", "not met", "cannot tell"]
 
 
-class ObjectiveResult(BaseModel):
+class ObjectiveResult(Document):
     """One objective: its limit, what the plan promised, what was measured, and the verdict.
 
     `met`: even the upper bound of the measured interval is within the limit; `not met`: even the
     lower bound is above. `as_promised`: the measured interval and the promised one overlap; None
     where nothing was measured. Seconds of None are those of requests that never end.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     latency: LatencyName
     percentile: str
@@ -204,10 +195,8 @@ class ObjectiveResult(BaseModel):
     as_promised: bool | None
 
 
-class ServiceTest(BaseModel):
+class ServiceTest(Document):
     """The result of a load test of a service, kept in its directory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     schema_version: Literal[1] = 1
     objectives: tuple[ObjectiveResult, ...]

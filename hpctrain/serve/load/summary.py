@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from hpctrain.base.frozen import Frozen
 from hpctrain.serve.load.measurement import (
     ClientLoad,
     FailureKind,
@@ -271,11 +271,7 @@ _ALL_UP_TO = 3000
 _WINDOW_SECONDS = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class LatencyWindow(_Frozen):
+class LatencyWindow(Frozen):
     """Requests that were planned in one window; seconds are since the start of the test.
 
     A failed request counts as one that never ends: None is such a time, and that of no request.
@@ -288,14 +284,14 @@ class LatencyWindow(_Frozen):
     p99_seconds: float | None
 
 
-class ShownRequest(_Frozen):
+class ShownRequest(Frozen):
     """A request that is shown by itself, at its planned time."""
 
     planned_seconds: float
     seconds: float
 
 
-class FailedRequest(_Frozen):
+class FailedRequest(Frozen):
     """A request without a whole answer, at its planned time."""
 
     planned_seconds: float
@@ -304,7 +300,7 @@ class FailedRequest(_Frozen):
     detail: str
 
 
-class LatencyOverTime(_Frozen):
+class LatencyOverTime(Frozen):
     """One latency of all requests of a test. `slow` are slower than every limit of it.
 
     `slow_count`: how many these are; the slowest of them are shown. `within`: all others, of a

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from hpctrain.base.units import short_duration
+from hpctrain.spec.document import Document
 from hpctrain.spec.service import (
     KvPrecision,
     LatencyName,
@@ -19,13 +18,7 @@ from hpctrain.spec.service import (
 )
 
 
-class _Part(BaseModel):
-    """Base of all parts: frozen, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-class ReplicaPlan(_Part):
+class ReplicaPlan(Document):
     """One replica: its shape, what the engine is told, and the memory of one GPU in bytes.
 
     `kv_capacity_tokens` are tokens of keys and values that the whole replica can hold, and
@@ -51,7 +44,7 @@ class ReplicaPlan(_Part):
     gpu_memory_bytes: float | None = None
 
 
-class Promise(_Part):
+class Promise(Document):
     """One latency at one percentile: the limit, what the simulation gives, and its interval.
 
     `percentile` is such as `p99`; `low_seconds` and `high_seconds` bound the prediction with a
@@ -67,7 +60,7 @@ class Promise(_Part):
     holds: bool
 
 
-class Alternative(_Part):
+class Alternative(Document):
     """Another plan and why it is not the one: too dear, or which limit it breaks."""
 
     summary: str
@@ -76,7 +69,7 @@ class Alternative(_Part):
     reason: str
 
 
-class Reading(_Part):
+class Reading(Document):
     """What a limit costs if it is meant for one latency; `reason` tells why it cannot be kept."""
 
     latency: LatencyName
@@ -86,7 +79,7 @@ class Reading(_Part):
     reason: str
 
 
-class Clarification(_Part):
+class Clarification(Document):
     """The answer to a limit that does not say of which latency: the price of each reading."""
 
     profile: str
@@ -95,7 +88,7 @@ class Clarification(_Part):
     readings: tuple[Reading, ...]
 
 
-class ServicePlan(_Part):
+class ServicePlan(Document):
     """What is started: replicas that carry the traffic, and spares for those that are away.
 
     `replicas` carry `traffic.rate` within the objectives; `spare` more are up so that the

@@ -9,17 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.formats import refuse_newer
 from hpctrain.serve.engines.contract import EngineStart
+from hpctrain.spec.document import Document
 from hpctrain.spec.service import ServingEngineName
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-class ReplicaConfig(BaseModel):
+class ReplicaConfig(Document):
     """What one replica runs and how it lives; durations in seconds.
 
     `start` is what the engine is started with, on the first node: address and port are chosen
@@ -35,8 +36,6 @@ class ReplicaConfig(BaseModel):
     `health_seconds`, for at most `health_timeout_seconds`, and an idle engine computes a token
     every `canary_seconds`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     service: str
     name: str
@@ -56,13 +55,11 @@ class ReplicaConfig(BaseModel):
     canary_seconds: float = 60.0
 
 
-class RouterJobSettings(BaseModel):
+class RouterJobSettings(Document):
     """The settings of one job of the router (`router.json`), besides those of its service.
 
     `service`: the service directory. Slurm waits `term_seconds` between SIGTERM and the end.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     service: str
     term_seconds: float
