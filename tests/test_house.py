@@ -166,9 +166,6 @@ DECISIVE = (*DECISIVE, "Cause.YIELDED", "Cause.DONE", "JobState.")
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
 NOT_THE_ENGINE = {
-    ("job/verify.py", "megatron"): "the extra of pip that has megatron-core",
-    ("cli/failures.py", "megatron"): "a Python package, and the extra of pip that has it",
-    ("cli/failures.py", "deepspeed"): "a Python package, and the extra of pip that has it",
     ("data/making/tokenized_text.py", "megatron"): "the extra of pip that has the tokenizers",
     ("data/making/text_tokenizers.py", "megatron"): "the extra of pip that has the tokenizers",
     ("train/startup.py", "megatron"): "the logger of the Python package",

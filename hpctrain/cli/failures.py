@@ -17,17 +17,8 @@ from hpctrain.page.output import ErrorDocument, coloured, json_out, terminal_wid
 from hpctrain.page.text import paragraph
 
 _INTERRUPTED, _BUG, _USAGE, _ENVIRONMENT = 130, 1, 2, 7
-# Import name of a package that hpctrain can do without -> the extra of pyproject.toml that has it.
-EXTRAS = {
-    "torch": "megatron",
-    "megatron": "megatron",
-    "einops": "megatron",
-    "psutil": "megatron",
-    "tokenizers": "megatron",
-    "transformers": "huggingface",
-    "peft": "huggingface",
-    "safetensors": "huggingface",
-    "deepspeed": "deepspeed",
+# Import name of a package that no engine needs -> the extra of pyproject.toml that has it.
+_EXTRAS = {
     "PIL": "data",
     "sklearn": "data",
     "submitit": "data",
@@ -35,6 +26,16 @@ EXTRAS = {
     "prometheus_client": "metrics",
     "textual": "top",
 }
+
+
+def extras() -> dict[str, str]:
+    """List packages that hpctrain can do without by import name, with the extra that has each."""
+    from hpctrain.spec.engines.registry import ENGINES
+
+    of_engines = {
+        name: one.extra for one in ENGINES.values() if one.extra for name in one.extra_packages
+    }
+    return {**_EXTRAS, **of_engines}
 
 
 def report(error: BaseException, *, debug: bool, as_json: bool = False) -> int:
@@ -65,8 +66,8 @@ def report(error: BaseException, *, debug: bool, as_json: bool = False) -> int:
 def _unexpected(error: BaseException) -> int:
     """Tell apart what the machine lacks and what is a bug of hpctrain."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if name in EXTRAS:
-        hint = f"pip install 'hpctrain[{EXTRAS[name]}]'"
+    if name and (extra := extras().get(name)):
+        hint = f"pip install 'hpctrain[{extra}]'"
         show(
             [f"this needs the Python package {name}, which {sys.executable} does not have"], [hint]
         )

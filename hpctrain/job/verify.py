@@ -41,7 +41,7 @@ def verify_plan(
     one that megatron-core trains, HpctrainError when the packages are missing or building fails.
     """
     spec, plan = job.spec, job.plan
-    verifier = abilities_of(plan.engine).verifier
+    verifier, extra = abilities_of(plan.engine).verifier, abilities_of(plan.engine).extra or ""
     if verifier is None:
         raise UsageError(
             f"--verify builds with megatron-core, the engine is {plan.engine}",
@@ -55,7 +55,7 @@ def verify_plan(
     # all 16-bit types are equal for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
     config = train_config(replace(job, plan=plan.model_copy(update={"precision": precision})))
-    program = ModuleProgram(verifier, "plan --verify", "megatron", python)
+    program = ModuleProgram(verifier, "plan --verify", extra, python)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         file = Path(directory, "train.json")
         file.write_text(config.model_dump_json())

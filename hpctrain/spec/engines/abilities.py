@@ -112,6 +112,7 @@ class EngineAbilities:
     # packages that its trainer imports, and the extra of hpctrain's distribution that installs them
     packages: tuple[str, ...] = ("torch",)
     extra: str | None = None
+    extra_packages: tuple[str, ...] = ()  # that this extra brings, by the names that are imported
 
     # -- modules -----------------------------------------------------------------------------
     # `module:name` of the class of its train.json, below `hpctrain.engines.training.TrainConfig`

@@ -106,6 +106,7 @@ ABILITIES = EngineAbilities(
     title="DeepSpeed",
     packages=("torch", "transformers", "deepspeed"),
     extra="deepspeed",
+    extra_packages=("deepspeed",),
     document="hpctrain.engines.deepspeed:DeepSpeedConfig",
     fill="hpctrain.engines.deepspeed:deepspeed_config",
     assembly="hpctrain.train.engines.deepspeed.assembly",

@@ -345,6 +345,7 @@ ABILITIES = EngineAbilities(
     title="megatron-core",
     packages=("torch", "megatron.core"),
     extra="megatron",
+    extra_packages=("torch", "megatron", "einops", "psutil", "tokenizers"),
     document="hpctrain.engines.megatron:MegatronConfig",
     fill="hpctrain.engines.megatron:megatron_config",
     assembly="hpctrain.train.engines.megatron.assembly",

@@ -43,6 +43,7 @@ DDP = EngineAbilities(
     title="DDP",
     packages=("torch", "transformers"),
     extra="huggingface",
+    extra_packages=("transformers", "peft", "safetensors"),
     document="hpctrain.engines.native:NativeConfig",
     fill="hpctrain.engines.native:native_config",
     assembly="hpctrain.train.engines.native.assembly",

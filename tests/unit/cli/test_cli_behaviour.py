@@ -36,7 +36,7 @@ from hpctrain.base.errors import (
     SlurmUnreachableError,
     UsageError,
 )
-from hpctrain.cli.failures import EXTRAS
+from hpctrain.cli.failures import extras
 from hpctrain.cli.main import EXIT_CODES, cli
 from hpctrain.page.output import json_out
 from hpctrain.records.ledger import EventKind
@@ -205,7 +205,7 @@ def test_extras_are_those_of_the_package() -> None:
     offered = tomllib.loads(text)["project"]["optional-dependencies"]
     distributions = {"PIL": "pillow", "sklearn": "scikit-learn", "megatron": "megatron-core"}
     distributions["prometheus_client"] = "prometheus-client"
-    for name, extra in EXTRAS.items():
+    for name, extra in extras().items():
         wanted = distributions.get(name, name)
         assert any(re.split(r"[><=\[]", one)[0] == wanted for one in offered[extra]), name
 
