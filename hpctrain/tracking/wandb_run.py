@@ -54,7 +54,10 @@ class WandbRun:
         self._lock = WriterLock(run.wandb_lock)
         # what a process that was killed has left
         shutil.rmtree(run.wandb_unfinished, ignore_errors=True)
-        self._position = _newest_position(run)
+        # how far the run is in segments: a process may be killed before it records a new one
+        files = [run.wandb_position, *(position_file(one) for one in finished_segments(run))]
+        positions = filter(None, [read_record(path, WandbPosition) for path in files])
+        self._position = max(positions, key=lambda one: one.step, default=WandbPosition())
         self._session: _Session | None = None
         # An attempt that was killed may have left rows.
         self._due_at = clock.monotonic()
@@ -233,13 +236,6 @@ def _variables(scratch: str, *, offline: bool) -> dict[str, str]:
         kept_here.append("WANDB_CONFIG_DIR")
         variables["WANDB_MODE"] = "offline"
     return {**variables, **dict.fromkeys(kept_here, scratch)}
-
-
-def _newest_position(run: RunLayout) -> WandbPosition:
-    """How far the run is in segments: a process may be killed before it records a new segment."""
-    files = [run.wandb_position, *(position_file(one) for one in finished_segments(run))]
-    found = [read_record(path, WandbPosition) for path in files]
-    return max(filter(None, found), key=lambda one: one.step, default=WandbPosition())
 
 
 def _free_name(path: Path) -> Path:
