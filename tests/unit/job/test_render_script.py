@@ -236,10 +236,6 @@ def test_order_of_the_parts() -> None:
     assert [script.index(mark) for mark in marks] == sorted(script.index(mark) for mark in marks)
 
 
-def test_rendering_twice_gives_the_same_bytes() -> None:
-    assert render() == render()
-
-
 def test_a_container_gets_every_variable_that_a_rank_reads() -> None:
     """pyxis keeps the image's own value of a variable that is not listed."""
     container = {"launcher": "pyxis", "image": "image.sqsh"}

@@ -1,4 +1,4 @@
-"""Sandboxes: shapes that make no sense, and the generated configuration for versions that differ."""
+"""Sandboxes: shapes that make no sense, and the configuration for versions that differ."""
 
 from __future__ import annotations
 
