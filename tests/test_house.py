@@ -180,7 +180,7 @@ OWN_TIME = {
 
 # Unit tests that sleep, beside programs in strings, which are other processes.
 SLEEPERS = {
-    "checkpoints/test_discover.py": "leaves other threads the time to come, if they may",
+    "checkpoints/test_manifest.py": "leaves other threads the time to come, if they may",
     "observe/test_service_metrics.py": "a server that answers slowly",
     "serve/router/test_router_programs.py": "clients that come one after the other",
     "serve/test_load_sending.py": "an engine that answers slowly",

@@ -67,9 +67,17 @@ def train(run: RunLayout, steps: Sequence[int], epoch: int = 1, saved: Sequence[
         append_save(run, save(step, epoch))
 
 
+IMPATIENT = """
+import sys
+from hpctrain.tracking import __main__ as program, follower
+follower.FOLLOW_SECONDS = 0.1
+sys.exit(program.main(sys.argv[1:]))
+"""
+
+
 def follow(run: RunLayout) -> subprocess.Popen[bytes]:
-    """The process beside training, as the supervisor starts it."""
-    words = (sys.executable, "-P", "-m", "hpctrain.tracking", "--follow", "--run-directory")
+    """The process beside training, as the supervisor starts it, that looks for news at once."""
+    words = (sys.executable, "-P", "-c", IMPATIENT, "--follow", "--run-directory")
     return subprocess.Popen(
         [*words, str(run.directory)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )

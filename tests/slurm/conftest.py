@@ -77,6 +77,17 @@ def stand_in_stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -
     return Stage(sandbox, tmp_path_factory.mktemp("stand-in-stage"), stand_in=True)
 
 
+@pytest.fixture(scope="module")
+def strict_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """On a Slurm whose signals reach tasks only, so that ranks hear what agents hand on."""
+    shape = four_nodes()
+    # who saves leaves at once: a long grace costs nothing
+    partitions = tuple(replace(one, grace_seconds=120) for one in shape.partitions)
+    shape = replace(shape, partitions=partitions, process_tracking="pgid")
+    with own_sandbox(shape) as box:
+        yield Stage(box, tmp_path_factory.mktemp("strict"))
+
+
 def uses_stand_in(request: pytest.FixtureRequest) -> bool:
     """Whether the test's ranks compute nothing: the closest mark `stand_in` says so.
 

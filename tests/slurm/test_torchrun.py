@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, STEPS, Rehearsal, Stage, four_nodes, own_sandbox
+from rehearsal import PATIENCE_SECONDS, STEPS, Rehearsal, Stage
 
 from bench import prefork
 from hpctrain.records.exit_records import read_agent_records
@@ -23,17 +21,6 @@ from hpctrain.sandbox.daemons import JobProcess
 
 # fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.
 BOUND = 5e-6
-
-
-@pytest.fixture
-def strict_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """On a Slurm whose signals reach tasks only, so that ranks hear what agents hand on."""
-    shape = four_nodes()
-    # who saves leaves at once: a long grace costs nothing
-    partitions = tuple(replace(one, grace_seconds=120) for one in shape.partitions)
-    shape = replace(shape, partitions=partitions, process_tracking="pgid")
-    with own_sandbox(shape) as box:
-        yield Stage(box, tmp_path_factory.mktemp("strict"))
 
 
 @pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")

@@ -10,8 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ from rehearsal import (
     PATIENCE_SECONDS,
     Rehearsal,
     Stage,
-    four_nodes,
-    own_sandbox,
     profile_text,
 )
 
@@ -64,13 +61,9 @@ SELF = """script: |
     wait -n"""
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    shape = four_nodes()
-    partitions = tuple(replace(one, grace_seconds=120) for one in shape.partitions)
-    shape = replace(shape, partitions=partitions, process_tracking="pgid")
-    with own_sandbox(shape) as box:
-        yield Stage(box, tmp_path_factory.mktemp("launches"))
+@pytest.fixture
+def stage(strict_stage: Stage) -> Stage:
+    return strict_stage
 
 
 def start(

@@ -1,11 +1,14 @@
-"""What every rehearsal of a fault gets: somebody who asserts and keeps what was seen."""
+"""What rehearsals of faults get: somebody who asserts and keeps what was seen, and patience."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
+from slurm_settings import long_kill_wait
 from survival import Survival
+
+from hpctrain.sandbox.sandbox import Sandbox
 
 
 @pytest.fixture
@@ -16,3 +19,9 @@ def survival(
     kept = Survival(record_property, request.node.name)
     yield kept
     kept.hand_in()
+
+
+@pytest.fixture
+def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
+    with long_kill_wait(sandbox):
+        yield

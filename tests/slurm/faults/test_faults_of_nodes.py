@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from rehearsal import Rehearsal, Stage, held
-from slurm_settings import long_kill_wait
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.stand_in
-
-
-@pytest.fixture
-def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
-    with long_kill_wait(sandbox):
-        yield
 
 
 def test_nodes_that_die_are_left_for_others(

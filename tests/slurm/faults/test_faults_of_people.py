@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held
-from slurm_settings import long_kill_wait, nothing_starts
+from slurm_settings import nothing_starts
 from survival import Fault, Survival
 
 from hpctrain.records.find import RunFiles
@@ -16,18 +15,11 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.runs.control import cancel
 from hpctrain.runs.state import RunState
 from hpctrain.runs.watch import watch
-from hpctrain.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.stand_in
 
 # The sandbox lets a requeued job wait for 6 s (cred_expire + 1 s): past that it would run again.
 _BEYOND_REQUEUE_SECONDS = 9.0
-
-
-@pytest.fixture
-def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
-    with long_kill_wait(sandbox):
-        yield
 
 
 @pytest.mark.usefixtures("patient_slurm")

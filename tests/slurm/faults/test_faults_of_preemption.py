@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held, own_sandbox
-from slurm_settings import LONG_GRACE_SECONDS, grace, long_kill_wait
+from slurm_settings import LONG_GRACE_SECONDS, grace
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import sbatch_options
 from hpctrain.records.ledger import EventKind
-from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm.records import RequeueResult
 
@@ -33,12 +31,6 @@ KILLED_AND_UNPUBLISHED = (
     PlannedFault(epoch=2, rank=0, do="publish_slowly", seconds=600),
     PlannedFault(epoch=2, rank=1, step=24, do="sleep"),
 )
-
-
-@pytest.fixture
-def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
-    with long_kill_wait(sandbox):
-        yield
 
 
 @pytest.mark.usefixtures("patient_slurm")

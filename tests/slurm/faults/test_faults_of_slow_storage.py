@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rehearsal import Rehearsal, Stage, held
-from slurm_settings import long_kill_wait, preempted_by_cancel
+from slurm_settings import preempted_by_cancel
 
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.checkpoints.resume_shares import read_head
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.manifest import MANIFEST_NAME, FileDigest, Manifest, checkpoint_name
-from hpctrain.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.stand_in
 
@@ -46,12 +44,6 @@ SLOW(fstatat, (int at, const char *path, struct stat *result, int flags), (at, p
 SLOW(fstatat64, (int at, const char *path, struct stat64 *result, int flags),
      (at, path, result, flags))
 """
-
-
-@pytest.fixture
-def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
-    with long_kill_wait(sandbox):
-        yield
 
 
 @pytest.mark.variant("test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named")

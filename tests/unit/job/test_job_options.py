@@ -36,36 +36,12 @@ def site(sbatch: dict[str, object] | None = None, srun: dict[str, object] | None
     return profile_with(slurm={"options": {"sbatch": sbatch or {}, "srun": srun or {}}})
 
 
-def test_options_of_sbatch_are_directives() -> None:
-    options = {"licenses": "scratch:1", "wait-all-nodes": 1, "contiguous": True}
-    found = directives(render(profile=site({**options, "mail-type": ["END", "FAIL"]})))
-    for line in ("--licenses=scratch:1", "--wait-all-nodes=1", "--contiguous", "--mail-type=FAIL"):
-        assert line in found
-    hostile = directives(render(profile=site({"wckey": 'two "words" #'})))
-    assert '--wckey=two "words" #' in hostile
-
-
 def test_options_of_srun_reach_it_with_values_of_the_job(tmp_path: Path) -> None:
     options = {"cpu-bind": "mask_cpu:0xfe,0xfe00", "network": "it's $$5 $HOME", "mpi": "pmix"}
     seen = run_script(tmp_path, render(profile=site(srun=options), python=stub(tmp_path)))
     assert "--cpu-bind=mask_cpu:0xfe,0xfe00" in seen["argv"]
     assert "--network=it's $5 /home-of-nobody" in seen["argv"]
     assert "--mpi=pmix" in seen["argv"] and "--mpi=none" not in seen["argv"]
-
-
-def test_the_spec_adds_nodes_licenses_and_features() -> None:
-    profile = profile_with(
-        slurm={
-            "constraint": "a100",
-            "options": {"sbatch": {"exclude": "n9", "licenses": "scratch:1"}},
-        }
-    )
-    wanted = {"constraint": "hbm", "exclude": "n[1-2]", "nodelist": "n3", "licenses": "matlab:1"}
-    found = directives(render(spec_with(resources=wanted), profile))
-    for line in ("--constraint=a100&hbm", "--exclude=n9,n[1-2]", "--nodelist=n3"):
-        assert line in found
-    assert "--licenses=scratch:1,matlab:1" in found
-    assert "--gpu-bind=map_gpu:0,1" in render(spec_with(resources={"gpu_bind": "map_gpu:0,1"}))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +159,6 @@ def test_cpus_that_may_be_threads_are_remarked_on() -> None:
         make_plan(spec_with(resources={"cpus_per_gpu": 3}), cores)
 
 
-def test_options_of_plugins_are_named_by_the_site() -> None:
-    options = {"plugins": ["auto-resume"], "srun": {"auto-resume": 1}}
-    assert "--auto-resume=1" in render(profile=profile_with(slurm={"options": options}))
-
-
 def test_options_that_a_version_lacks_are_refused() -> None:
     newer = {"options": {"sbatch": {"oom-kill-step": 1}}}
     profile_with(slurm={"version": "24.11", **newer})
@@ -208,7 +179,6 @@ def test_no_option_is_both_free_and_owned(command: str) -> None:
 
 
 def test_jobs_without_a_comment_are_found_by_name_and_directory() -> None:
-    assert "--comment" not in render(profile=profile_with(slurm={"comment": False}))
     run = JobIdentity("x-0", "hpctrain:x-0", frozenset({"/runs/x-0"}))
     assert run.finds(JobRecord(1, name="x-0", work_directory="/runs/x-0"))
     assert run.finds(JobRecord(1, name="x-0", comment="by the site", work_directory="/runs/x-0"))
@@ -216,10 +186,7 @@ def test_jobs_without_a_comment_are_found_by_name_and_directory() -> None:
     assert not run.finds(JobRecord(1, name="x-0"))
 
 
-def test_a_comment_of_the_site_is_the_whole_comment() -> None:
-    text = "project: a (b)"
-    found = directives(render(profile=profile_with(slurm={"comment": text})))
-    assert [line for line in found if "comment" in line] == [f"--comment={text}"]
+def test_a_comment_of_the_site_has_one_line() -> None:
     with pytest.raises(ValidationError, match="pattern"):
         profile_with(slurm={"comment": "two\nlines"})
 
@@ -234,16 +201,6 @@ def test_directives_that_a_site_puts_first_or_leaves_out() -> None:
     assert [line for line in found[3:] if line in plain] == [
         line for line in plain if line in found[3:]
     ]
-    assert "--cpus-per-task=4 " in render(profile=profile_with(slurm={"directives": ours}))
-
-
-def test_a_number_of_tasks_stands_for_nodes_that_a_site_does_not_take() -> None:
-    profile = profile_with(slurm={"directives": {"omit": ["nodes"]}})
-    found = directives(render(profile=profile))
-    assert {"--ntasks=4", "--ntasks-per-node=2"} <= set(found)
-    assert not [line for line in found if line.startswith("--nodes")]
-    with pytest.raises(InvalidInputError, match="min_nodes needs `--nodes`"):
-        render(elastic(min_nodes=1), profile)
 
 
 @pytest.mark.parametrize(
@@ -518,67 +475,7 @@ def test_requeue_where_slurm_cancels(mode: str, preemption: str, grace: int, ref
     assert in_grace is (mode == "requeue" and preemption == "cancel" and grace == 60)
 
 
-def test_submit_refuses_what_slurm_would_never_do() -> None:
-    partitions = [{"name": "train", "default": True, "preemption": {"mode": "cancel"}}]
-    profile = profile_with(slurm={"partitions": partitions})
-    with pytest.raises(InvalidInputError, match="use chain, singleton or array"):
-        render(profile=profile)
-
-
 # -- spare nodes and fewer nodes --------------------------------------------------------------
-
-
-def elastic(**resources: object) -> RunSpec:
-    """Two nodes of two GPUs."""
-    layout: dict[str, object] = {"tp": 1, "pp": 2}
-    return spec_with(resources={"gpus": 4, **resources}, parallel=layout)
-
-
-def test_without_spare_nodes_everything_is_exact() -> None:
-    found = directives(render(elastic()))
-    assert {"--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4"} <= set(found)
-    assert "--no-kill" not in found
-
-
-def test_spare_nodes_are_allocated_and_srun_keeps_its_number() -> None:
-    script = render(elastic(spare_nodes=1))
-    found = directives(script)
-    assert {"--nodes=3", "--ntasks-per-node=2", "--no-kill"} <= set(found)
-    assert "--nodes=2 \\" in script and "--ntasks=4 \\" in script
-
-
-@pytest.mark.parametrize(("spare", "most"), [(0, 2), (1, 3)])
-def test_a_range_of_nodes_tells_sbatch_no_tasks(spare: int, most: int) -> None:
-    script = render(elastic(min_nodes=1, spare_nodes=spare))
-    found = directives(script)
-    assert {f"--nodes=1-{most}", "--cpus-per-task=8", "--no-kill"} <= set(found)
-    assert not [line for line in found if line.startswith("--ntasks")]
-    srun = script[script.index("exec ") :]
-    assert "--ntasks-per-node=2" in srun and "--cpus-per-task=4" in srun
-
-
-def test_min_nodes_equal_to_all_nodes_is_no_range() -> None:
-    found = directives(render(elastic(min_nodes=2)))
-    assert "--nodes=2" in found and "--no-kill" not in found
-
-
-def test_gpus_per_task_need_a_number_of_tasks() -> None:
-    profile = profile_with(slurm={"gpu_request": "gpus-per-task"})
-    assert "--gpus-per-task=1" in directives(render(elastic(), profile))
-    found = directives(render(elastic(min_nodes=1), profile))
-    assert "--gpus-per-node=2" in found
-    assert not [line for line in found if line.startswith("--gpus-per-task")]
-
-
-def test_leaves_are_enough_for_the_spare_nodes() -> None:
-    switches = {"plugin": "tree", "nodes_per_leaf": 2}
-    network = {"network": {"switches": switches}, "nodes": {"count": 8}}
-    profile = profile_with(**network)  # type: ignore[arg-type]
-    leaves = [
-        [line for line in directives(render(spec, profile)) if line.startswith("--switches")]
-        for spec in (elastic(), elastic(spare_nodes=1))
-    ]
-    assert leaves == [["--switches=1@00:05:00"], ["--switches=2@00:05:00"]]
 
 
 def test_spare_nodes_where_slurm_counts_the_nodes_of_each_island() -> None:

@@ -102,14 +102,6 @@ def test_layout_limits_and_data_are_told_at_once_with_their_places(spec: Path) -
     assert "FAILS plan: 6 problems" in done.stdout and "FAILS data: 2 problems" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "submit"])
-def test_plan_and_submit_place_a_layout_that_cannot_be(spec: Path, command: str) -> None:
-    spec.write_text(SPEC.replace("tp: 2", "tp: 3"))
-    more = ("-y",) if command == "submit" else ()
-    done = hpctrain(command, "-p", "sandbox", "small.yaml", *more)
-    assert done.exit_code == 4 and "small.yaml:9:7: heads 4 is not" in done.stderr
-
-
 def test_the_training_python_has_what_the_engine_imports(spec: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho '[\"torch\"]'\n")

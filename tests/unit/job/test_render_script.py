@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from planned_job import planned_job
 from specimen_scripts import (
     PROFILE,
@@ -33,6 +36,30 @@ A100 = load_profile(find_profile("a100x64")).document
 GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
 
 
+SCRIPTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    name: (given, due)
+    for name, given, due in yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text())
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script(name: str) -> None:
+    given, due = SCRIPTS[name]
+    spec, profile = spec_with(**given.get("spec", {})), profile_with(**given.get("profile", {}))
+    if "refused" in due:
+        with pytest.raises(InvalidInputError, match=re.escape(due["refused"])):
+            render(spec, profile)
+        return
+    script = render(spec, profile)
+    found, command = directives(script), script[script.index("\nexec ") :]
+    assert set(due.get("sbatch", ())) <= set(found)
+    assert not [line for line in found if line.startswith(tuple(due.get("none", ())))]
+    assert set(due.get("srun", ())) <= set(command.split())
+    assert all(text in script for text in due.get("text", ()))
+    assert not [text for text in due.get("lacks", ()) if text in script]
+    assert all(script.count(text) == 1 for text in due.get("once", ()))
+
+
 @pytest.mark.parametrize(
     ("request_style", "expected"),
     [
@@ -58,27 +85,6 @@ def test_a_type_has_the_name_that_slurm_gives_it() -> None:
         assert line in directives(render(profile=site))
         assert shape_from_profile(site).gpu_type == "a100_3g.20gb"
         assert make_plan(SPEC, site).memory == make_plan(SPEC, PROFILE).memory
-
-
-def test_the_spec_wins_over_the_profile_for_account_and_qos() -> None:
-    profile = profile_with(slurm={"account": "site", "qos": "site"})
-    assert "--account=site" in directives(render(profile=profile))
-    found = directives(render(spec_with(resources={"account": "mine", "qos": "mine"}), profile))
-    assert "--account=mine" in found and "--qos=mine" in found
-
-
-def test_whole_nodes_only_when_all_gpus_of_a_node_are_used() -> None:
-    profile = profile_with(slurm={"exclusive": True})
-    assert "--exclusive" in directives(render(profile=profile))
-    half = spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
-    assert "--exclusive" not in directives(render(half, profile))
-
-
-@pytest.mark.parametrize("whom", ["user", "topo"])
-def test_others_than_a_user_or_a_block_are_kept_away_from_parts_of_nodes_too(whom: str) -> None:
-    half = spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
-    found = directives(render(half, profile_with(slurm={"exclusive": whom})))
-    assert f"--exclusive={whom}" in found
 
 
 @pytest.mark.parametrize(
@@ -118,23 +124,6 @@ def test_a_site_names_variables_of_a_login_that_its_jobs_need() -> None:
         render(SPEC, profile_with(slurm={"inherit": ["SCRATCH"], "export": "none"}))
 
 
-def test_a_site_that_lets_jobs_inherit_nothing() -> None:
-    nothing = profile_with(slurm={"export": "none"})
-    assert "--export=NONE" in directives(render(profile=nothing))
-    spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
-    with pytest.raises(InvalidInputError, match="WANDB_API_KEY would be missing"):
-        render(spec, nothing)
-
-
-def test_cpus_and_memory() -> None:
-    spec = spec_with(resources={"cpus_per_gpu": 3, "memory_per_node": "8GiB"})
-    script = render(spec)
-    assert "--cpus-per-task=3" in directives(script) and "--mem=8192M" in directives(script)
-    srun = script[script.index("exec ") :]
-    assert "--cpus-per-task=3" in srun, "srun has not inherited it since Slurm 22.05"
-    assert "--mem=8192M" in directives(render(spec, profile_with(slurm={"memory": "all"})))
-
-
 WHOLE, HALF = spec_with(), spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
 
 
@@ -154,18 +143,6 @@ def test_a_part_of_a_node_never_takes_all_its_memory(
     for spec, expected in ((WHOLE, whole), (HALF, part)):
         found = [line for line in directives(render(spec, profile)) if line.startswith("--mem")]
         assert found == ([expected] if expected else [])
-
-
-def test_a_site_of_whole_nodes_refuses_a_part_of_one() -> None:
-    profile = profile_with(slurm={"memory": "all"})
-    assert "--mem=0" in directives(render(profile=profile))
-    with pytest.raises(InvalidInputError, match="1 of its 2 GPUs"):
-        render(HALF, profile)
-
-
-def test_a_variable_of_the_spec_replaces_the_sites() -> None:
-    script = render(spec_with(environment={"variables": {"OMP_NUM_THREADS": "4"}}))
-    assert script.count("export OMP_NUM_THREADS=") == 1 and "export OMP_NUM_THREADS=4" in script
 
 
 SHARDED = spec_with(engine={"name": "fsdp"}, parallel={"tp": 1, "pp": 1}, resources={"gpus": 4})
@@ -217,15 +194,6 @@ def test_profile_and_spec_win_over_the_catalogue() -> None:
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=2" in script
 
 
-def test_ranks_are_dealt_out_to_sockets_in_order() -> None:
-    assert "--distribution=block:block" in render()
-
-
-def test_a_gpu_for_each_task_hides_no_peer() -> None:
-    per_task = profile_with(slurm={"gpu_request": "gpus-per-task"})
-    assert "--gpu-bind=none" in render(profile=per_task) and "--gpu-bind" not in render()
-
-
 def exports(script: str) -> list[str]:
     names = r"\w+_SOCKET_IFNAME|HPCTRAIN_INTERFACE"
     return re.findall(rf"^export ((?:{names})=.*)$", script, re.MULTILINE)
@@ -266,10 +234,6 @@ def test_order_of_the_parts() -> None:
     script = render(profile=profile)
     marks = ["#SBATCH", "trap '' USR1", "module load", "set -euo pipefail", "export ", "exec "]
     assert [script.index(mark) for mark in marks] == sorted(script.index(mark) for mark in marks)
-
-
-def test_rendering_twice_gives_the_same_bytes() -> None:
-    assert render() == render()
 
 
 def test_a_container_gets_every_variable_that_a_rank_reads() -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.judge.catalogue import load_signatures
@@ -111,84 +112,16 @@ def test_a_line_counts_only_where_it_may_stand() -> None:
 
 # -- XIDs ------------------------------------------------------------------------------------
 
-XID_LINES = [
-    (
-        "[Tue Apr 15 16:50:03 2025] NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', "
-        "name=<unknown>, GPU has fallen off the bus.",
-        ("xid_79", "root", True),
-    ),
-    (
-        "[Fri Aug 30 11:43:09 2024] NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', "
-        "name=<unknown>, Graphics SM Warp Exception on (GPC 7, TPC 7, SM 0): Illegal Instruction",
-        ("xid_13", "root", False),
-    ),
-    (
-        "[Sat Aug 31 07:06:03 2024] NVRM: Xid (PCI:0000:cb:00): 31, pid=626486, "
-        "name=pt_main_thread, Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS faulted",
-        ("xid_31", "root", False),
-    ),
-    (
-        "[Fri Aug 30 11:43:14 2024] NVRM: Xid (PCI:0000:cb:00): 109, pid=1797828, "
-        "name=pt_main_thread, Ch 00000008, errorString CTX SWITCH TIMEOUT, Info 0x58005",
-        ("xid_109", "root", False),
-    ),
-    (
-        "kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=1818990, name=python3, Ch 00000001 caused by "
-        "previous Xid 149",
-        ("xid_45", "cascade", False),
-    ),
-    (
-        "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, "
-        "reset gpu to activate.",
-        ("xid_63", "advice", False),
-    ),
-    (
-        "NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error",
-        ("xid_94", "root", False),
-    ),
-    ("NVRM: Xid (PCI:0000:9b:00): 48, pid=12, An uncorrectable double bit error (DBE)",
-     ("xid_48", "root", True)),
-    ("NVRM: Xid (PCI:0000:9b:00): 119, pid=12, Timeout waiting for RPC from GSP!",
-     ("xid_119", "root", True)),
-    (
-        "NVRM: Xid (PCI:0000:00:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6)",
-        ("xid_149", "root", True),
-    ),
-    (
-        "NVRM: Xid (PCI:0018:01:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2)",
-        ("xid_145", "advice", False),
-    ),
-    ("NVRM: Xid (PCI:0000:9b:00): 9999, something new", ("xid_9999", "root", False)),
-    (
-        "nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, Non-fatal, Link 44 Minion Link DLREQ "
-        "interrupt",
-        ("sxid_22013", "advice", False),
-    ),
-    (
-        "nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, Severity 0 Engine instance 44",
-        ("sxid_22013", "advice", False),
-    ),
-    (
-        "nvidia-nvswitch1: SXid (PCI:0000:84:00.0): 12028, Data {0x000001c0, 0x00bd5c8a}",
-        ("sxid_12028", "advice", False),
-    ),
-    (
-        "nvidia-nvswitch1: SXid (PCI:0000:84:00.0): 12028, Fatal, Link 32 egress non-posted PRIV "
-        "error",
-        ("sxid_12028", "root", True),
-    ),
-    (
-        "nvidia-nvswitch1: SXid (PCI:0000:84:00.0): 99999, Fatal, Link 32 something new",
-        ("sxid_99999", "root", True),
-    ),
-]  # fmt: skip
+XID_LINES = yaml.safe_load(Path(__file__).with_name("xid_lines.yaml").read_text())
 
 
-@pytest.mark.parametrize(("line", "expected"), XID_LINES, ids=[row[1][0] for row in XID_LINES])
-def test_xids(line: str, expected: tuple[str, str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("signature", "role", "hard", "line"), XID_LINES, ids=[row[0] for row in XID_LINES]
+)
+def test_xids(signature: str, role: str, hard: bool, line: str) -> None:
     match = KNOWN.matcher("kernel").match(line)
     assert match is not None
-    assert (match.signature, match.role, match.hard) == expected
+    assert (match.signature, match.role, match.hard) == (signature, role, hard)
     assert match.cause is Cause.GPU_ERROR
 
 

@@ -1,19 +1,27 @@
-"""The client without Slurm: which commands it runs, and what it makes of their answers."""
+"""The client without Slurm, and real child processes in place of its commands."""
 
 from __future__ import annotations
 
 import inspect
+import math
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpctrain.base.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm import JobState, RequeueResult, SlurmClient, parse
+from hpctrain.slurm import JobRecord, JobState, RequeueResult, SlurmClient, parse
 from hpctrain.slurm.client import Backoff
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.process import Command, CommandResult
+from hpctrain.slurm.job_changes import job_changes, requested_job
+from hpctrain.slurm.process import Command, CommandResult, accepted, hint_about, run_command
+from hpctrain.slurm.records import JobTerms
 
 ENVIRONMENT = {
     "PATH": "/usr/bin",
@@ -320,3 +328,239 @@ def test_a_command_of_a_site_that_is_not_there() -> None:
     assert "slurm.submit_command" in str(refused.value.hint)
     with pytest.raises(SlurmUnreachableError, match="cannot run `sbatch`"):
         client.submit("#!/bin/sh\n")
+
+
+# -- Real child processes in place of Slurm commands: hanging, missing, signalled --------------
+
+
+def shim(directory: Path, name: str, body: str) -> dict[str, str]:
+    """An environment in which `name` is a shell script."""
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{directory}:/usr/bin:/bin"}
+
+
+def test_a_hanging_command_ends_with_the_time_limit_and_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment, started = shim(tmp_path, "squeue", "exec sleep 600"), time.monotonic()
+    begun: list[subprocess.Popen[str]] = []
+
+    def popen(*words: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.append(real(*words, **options))
+        return begun[-1]
+
+    real = subprocess.Popen
+    monkeypatch.setattr("hpctrain.slurm.process.subprocess.Popen", popen)
+    with pytest.raises(SlurmUnreachableError, match=r"`squeue --states=all` within 0\.5 s"):
+        SlurmClient(environment, timeout_seconds=0.5).jobs([1])
+    assert time.monotonic() - started < 300
+    assert [process.returncode for process in begun] == [-signal.SIGKILL]
+
+
+def test_a_hanging_submission_warns_that_the_job_may_exist(tmp_path: Path) -> None:
+    environment = shim(tmp_path, "sbatch", "exec sleep 600")
+    with pytest.raises(SlurmUnreachableError) as caught:
+        SlurmClient(environment, timeout_seconds=0.3).submit("#!/bin/sh\n")
+    assert "may have been accepted" in (caught.value.hint or "")
+
+
+def test_a_hanging_requeue_is_unreachable(tmp_path: Path) -> None:
+    environment = shim(tmp_path, "scontrol", "exec sleep 600")
+    answer = SlurmClient(environment, timeout_seconds=0.3).requeue(7)
+    assert answer.result is RequeueResult.UNREACHABLE
+
+
+def test_a_missing_command_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SlurmUnreachableError, match="cannot run `scontrol`") as caught:
+        SlurmClient({"PATH": str(tmp_path)}).config()
+    assert "login node" in (caught.value.hint or "")
+
+
+def test_output_that_is_not_utf8_is_still_read(tmp_path: Path) -> None:
+    environment = shim(tmp_path, "x", r"printf 'a\377b'; printf e >&2; exit 3")
+    answer = run_command(Command(("x",), environment, 300.0))
+    assert (answer.returncode, answer.stdout, answer.stderr) == (3, "a�b", "e")
+
+
+def test_a_script_is_handed_over_on_standard_input(tmp_path: Path) -> None:
+    environment = shim(tmp_path, "sbatch", f"cat > {tmp_path}/got; echo 5")
+    text = "#!/bin/sh\necho 'a b' \"$(id)\" ü\n"
+    assert SlurmClient(environment, timeout_seconds=300.0).submit(text).job_id == 5
+    assert (tmp_path / "got").read_text() == text
+
+
+SENDER = "for s in TERM HUP INT USR1 USR2; do kill -$s $$; done; echo survived"
+
+
+def test_a_shielded_command_survives_the_signals_of_a_job_end(tmp_path: Path) -> None:
+    environment = shim(tmp_path, "x", SENDER)
+    shielded = run_command(Command(("x",), environment, 300.0, shielded=True))
+    assert (shielded.returncode, shielded.stdout) == (0, "survived\n")
+    assert run_command(Command(("x",), environment, 300.0)).returncode == -signal.SIGTERM
+
+
+def test_the_shield_leaves_our_own_signals_as_they_were(tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    run_command(Command(("x",), shim(tmp_path, "x", "exit 0"), 10.0, shielded=True))
+    with pytest.raises(SlurmUnreachableError):
+        run_command(Command(("missing",), {"PATH": str(tmp_path)}, 10.0, shielded=True))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_the_room_is_light() -> None:
+    code = "import sys, hpctrain.slurm, hpctrain.slurm.fake; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = set(done.stdout.split())
+    assert not loaded & {"pydantic", "click", "jinja2", "rich", "torch", "json", "asyncio"}
+    ours = {name for name in loaded if name.startswith("hpctrain.")}
+    allowed = {
+        "hpctrain.base",
+        "hpctrain.base.errors",
+        "hpctrain.base.units",
+        "hpctrain.base.durable",
+        "hpctrain.base.printable_text",
+        "hpctrain.version",
+    }
+    assert {name for name in ours if not name.startswith("hpctrain.slurm")} <= allowed
+
+
+# -- Hints about refusals, by Slurm's words -----------------------------------------------------
+
+
+_FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("Invalid account or account/partition combination specified", "sacctmgr show assoc"),
+        ("Invalid qos specification", "`resources.qos`"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "resources.walltime"),
+        ("Requested node configuration is not available", "profile check"),
+        ("Invalid generic resource (gres) specification", "slurm.gpu_request"),
+    ],
+)
+def test_a_refusal_says_what_helps(words: str, hint: str) -> None:
+    with pytest.raises(SlurmRefusedError) as refused:
+        accepted(["sbatch"], CommandResult(1, "", f"{_FAILED}{words}\n"))
+    assert words in str(refused.value) and hint in str(refused.value.hint)
+    assert refused.value.__notes__ == [f"hint: {refused.value.hint}"], "a traceback has it, too"
+
+
+def test_no_configuration_is_no_login_node() -> None:
+    words = "sbatch: fatal: Could not establish a configuration source"
+    with pytest.raises((SlurmRefusedError, SlurmUnreachableError)) as refused:
+        accepted(["sbatch"], CommandResult(1, "", words))
+    assert "login node" in str(refused.value.hint)
+
+
+def test_unknown_words_have_no_hint() -> None:
+    assert hint_about("the moon is full") is None
+
+
+# -- What a script asks of Slurm beside what its job is ----------------------------------------
+
+
+SCRIPT = """#!/bin/bash
+# a comment
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=a100:8
+#SBATCH --time=1-00:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=Mine --qos=normal  # two on one line
+#SBATCH --comment="hpctrain:run 1"
+#SBATCH --job-name=run-1
+#SBATCH --requeue
+
+true
+#SBATCH --nodes=99
+"""
+ASKED = requested_job(SCRIPT)
+MADE = replace(
+    ASKED, job_id=7, account="mine", terms=replace(ASKED.terms, cpu_count=1024), source="squeue"
+)
+TERMS = {field.name for field in fields(JobTerms)}
+
+
+def made(**changes: object) -> JobRecord:
+    """The job with changes, of its terms as well."""
+    terms = {name: value for name, value in changes.items() if name in TERMS}
+    others = {name: value for name, value in changes.items() if name not in TERMS}
+    return replace(MADE, terms=replace(MADE.terms, **terms), **others)  # type: ignore[arg-type]
+
+
+def test_what_a_script_asks_for() -> None:
+    asked = requested_job(SCRIPT, ["--chdir=/runs/1", "--partition=other"])
+    assert (asked.partition, asked.account, asked.node_count) == ("other", "Mine", 4)
+    assert asked.terms == JobTerms("normal", None, 512, 8)
+    assert (asked.time_limit_seconds, asked.requeue) == (86400.0, True)
+    assert (asked.comment, asked.name) == ("hpctrain:run 1", "run-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400.0),
+        ("90:30", 5430.0),
+        ("1:30:00", 5400.0),
+        ("2-0", 172800.0),
+        ("1-12:30", 131400.0),
+        ("UNLIMITED", math.inf),
+        ("soon", None),
+    ],
+)
+def test_times_as_sbatch_reads_them(text: str, seconds: float | None) -> None:
+    assert requested_job(f"#SBATCH --time={text}\n").time_limit_seconds == seconds
+
+
+def test_a_job_as_it_was_asked_for() -> None:
+    asked = replace(requested_job(SCRIPT), comment="hpctrain:run-1")
+    assert job_changes(asked, replace(MADE, comment="site hpctrain:run-1")) == ()
+    listed = replace(asked, partition="gpu,long", time_limit_seconds=86399.0)
+    assert job_changes(listed, replace(MADE, comment=asked.comment)) == ()
+
+
+@pytest.mark.parametrize("unknown", ["qos", "account", "gpus_per_node", "cpu_count", "requeue"])
+def test_what_slurm_does_not_report_is_not_compared(unknown: str) -> None:
+    assert job_changes(requested_job(SCRIPT), made(**{unknown: None})) == ()
+
+
+def test_what_was_not_asked_for_is_the_sites_to_choose() -> None:
+    asked = JobRecord(0)
+    assert job_changes(asked, MADE) == ()
+    (bound,) = job_changes(asked, made(reservation="maint"))
+    assert str(bound) == "Slurm changed the reservation: asked none, is maint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"partition": "gpu-long"}, "partition: asked gpu, is gpu-long"),
+        ({"qos": "low"}, "QOS: asked normal, is low"),
+        ({"account": "other"}, "account: asked mine, is other"),
+        ({"time_limit_seconds": 14400.0}, "time limit: asked 24 h, is 4 h"),
+        ({"time_limit_seconds": math.inf}, "time limit: asked 24 h, is none"),
+        ({"node_count": 2}, "number of nodes: asked 4, is 2"),
+        ({"gpus_per_node": 0}, "GPUs per node: asked 8, is 0"),
+        ({"cpu_count": 256}, "CPUs: asked 512, is 256"),
+        ({"comment": None}, "comment: asked hpctrain:run 1, is none"),
+        ({"name": "other"}, "job name: asked run-1, is other"),
+        ({"requeue": False}, "requeue flag: asked on, is off"),
+    ],
+)
+def test_each_change_is_a_sentence(changes: dict[str, object], sentence: str) -> None:
+    found = job_changes(requested_job(SCRIPT), made(**changes))
+    assert [str(one) for one in found] == [f"Slurm changed the {sentence}"]
+
+
+def test_options_that_count_cores_otherwise() -> None:
+    """Neither CPUs nor a range of nodes are compared then."""
+    for line in ("#SBATCH --hint=nomultithread", "#SBATCH --threads-per-core=1"):
+        assert requested_job(f"{line}\n{SCRIPT}").terms.cpu_count is None
+    assert requested_job("#SBATCH --nodes=2-4 --ntasks-per-node=2\n").node_count is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hpctrain.slurm.messages import (
     LaunchProblem,
@@ -46,62 +49,16 @@ def test_several_tasks_on_several_nodes() -> None:
     assert read is not None and (read.rank, read.single_node) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("line", "notice"),
-    [
-        (f"slurmstepd: error: *** STEP 5.0 ON n0 {AT} ***", dict()),
-        (
-            f"slurmstepd: error: *** STEP 5.0 ON n0 {AT} DUE TO PREEMPTION ***",
-            dict(end=JobEnd.PREEMPTED),
-        ),
-        (
-            f"slurmstepd: error: *** JOB 5 ON n0 {AT} DUE TO TIME LIMIT ***",
-            dict(end=JobEnd.TIME_LIMIT),
-        ),
-        (
-            f"slurmstepd: error: *** JOB 5 ON n0 {AT} DUE TO JOB REQUEUE ***",
-            dict(end=JobEnd.REQUEUED),
-        ),
-        (
-            f"slurmstepd: error: *** JOB 5 ON n0 {AT} DUE TO NODE FAILURE ***",
-            dict(end=JobEnd.NODE_FAILED),
-        ),
-        ("srun: error: Node failure on n1", dict(end=JobEnd.NODE_FAILED, node="n1")),
-        ("srun: error: Node failure on n[1-2]", dict(end=JobEnd.NODE_FAILED)),
-        (
-            "srun: error: Unable to create step for job 5: Requested nodes are busy",
-            dict(launch_problem=LaunchProblem.OTHER),
-        ),
-        (
-            "srun: error: Unable to create step for job 5: Invalid generic resource (gres) "
-            "specification",
-            dict(launch_problem=LaunchProblem.BROKEN_ALLOCATION),
-        ),
-        (
-            "srun: error: Unable to create step for job 5: Unable to contact slurm controller "
-            "(connect failure)",
-            dict(launch_problem=LaunchProblem.CONTROLLER_AWAY),
-        ),
-        (
-            "srun: error: Task launch for StepId=5.0 failed on node n1: Job prolog failed",
-            dict(launch_problem=LaunchProblem.PROLOG, node="n1"),
-        ),
-        (
-            "srun: error: Task launch for StepId=5.0 failed on node n1: Invalid job credential",
-            dict(launch_problem=LaunchProblem.OTHER, node="n1"),
-        ),
-        (
-            "srun: error: Aborting, step missing step on node 1",
-            dict(lost_step=1),
-        ),
-        ("srun: error: Cannot communicate with node 3.", dict(lost_step=3)),
-        ("srun: forcing job termination", dict(forced_end=True)),
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
-            dict(out_of_memory=True),
-        ),
-    ],
-)
-def test_notices(line: str, notice: dict[str, object]) -> None:
-    assert read_notice(f"{line}\n") == StepNotice(line, **notice)  # type: ignore[arg-type]
+NOTICES = yaml.safe_load(Path(__file__).with_name("notices.yaml").read_text())
+
+
+@pytest.mark.parametrize(("line", "given"), NOTICES, ids=[row[0] for row in NOTICES])
+def test_notices(line: str, given: dict[str, Any]) -> None:
+    line = line.replace(" AT ", f" {AT} ")
+    notice = {**given}
+    if "end" in given:
+        notice["end"] = JobEnd[given["end"]]
+    if "launch_problem" in given:
+        notice["launch_problem"] = LaunchProblem[given["launch_problem"]]
+    assert read_notice(f"{line}\n") == StepNotice(line, **notice)
     assert read_task_failure(line) is None

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 from launch_evidence import config
 from supervise_stage import Stage
 from trainer_documents import train_json
@@ -114,17 +116,45 @@ def stalled(scene: Scene) -> tuple[str, float]:
     return stall.phase, stall.limit_seconds
 
 
-def test_a_launch_that_never_says_anything(scene: Scene) -> None:
-    assert not scene.silent(599)
-    assert scene.silent(2)
-    assert stalled(scene) == ("starting", 600)
-    assert not scene.watch.started
+SILENCES = {
+    row[0]: row[1:] for row in yaml.safe_load(Path(__file__).with_name("silences.yaml").read_text())
+}
 
 
-def test_words_of_an_older_launch_are_no_sign_of_life(scene: Scene) -> None:
-    scene.says("training", 50, epoch=2)
-    assert not scene.watch.started
-    assert scene.silent(601)
+@pytest.mark.parametrize("name", SILENCES)
+def test_a_silence(scene: Scene, name: str) -> None:
+    settings, steps, (phase, limit_seconds) = SILENCES[name]
+    resumed = settings.get("resumed", 0)
+    changes = {key: value for key, value in settings.items() if key != "resumed"}
+    scene.stage.configure(config().model_copy(update=changes))
+    scene.watch = scene.resumed_at(resumed)
+    saving = scene.stage.layout.checkpoints / "iter_0000001.partial-e000003"
+    for word, value in (step.split(maxsplit=1) if " " in step else (step, "") for step in steps):
+        if word == "quiet":
+            assert not scene.silent(float(value))
+        elif word == "ends":
+            assert scene.silent(float(value))
+        elif word == "old":
+            scene.says("training", 50, epoch=2)
+            assert not scene.watch.started
+        elif word == "save":
+            saving.with_name(f"iter_0000001.partial-e{int(value):06d}").mkdir()
+        elif word == "saved":
+            saving.rename(saving.with_name("iter_0000001"))
+        elif word == "srun":
+            scene.srun.waits_for_step = True
+        elif word == "rank":
+            scene.shows_a_rank()
+        elif word == "unreadable":
+            scene.stage.layout.progress.write_text('{"epoch": 3, "pha')
+        elif word == "away":
+            scene.clock.advance(float(value))
+            assert not scene.looks()
+        else:
+            scene.says(cast(Phase, word), int(value))
+    assert stalled(scene) == (phase, limit_seconds)
+    assert scene.watch.started is (phase not in ("starting", "launching"))
+    assert scene.watch.storage_stalled_seconds == 0
 
 
 @pytest.mark.parametrize("clock_seconds", [-86400.0, 0.0, 86400.0])
@@ -139,33 +169,6 @@ def test_the_clock_of_the_trainers_node_does_not_matter(scene: Scene, clock_seco
     assert scene.watch.stall is not None
     assert scene.watch.stall.silent_seconds == 61
     assert stalled(scene) == ("training", 60)
-
-
-def test_the_first_step_after_a_resume_may_take_long(scene: Scene) -> None:
-    scene.watch = scene.resumed_at(500)
-    scene.says("loading", 500)
-    scene.says("training", 500)
-    assert not scene.silent(599)
-    scene.says("training", 501)
-    assert scene.silent(61)
-
-
-@pytest.mark.parametrize("phase", ["loading", "saving", "evaluating", "leaving"])
-def test_slow_phases_have_the_longer_limit(scene: Scene, phase: Phase) -> None:
-    scene.says("training", 1)
-    scene.says("training", 2)
-    scene.says(phase, 2)
-    assert not scene.silent(599)
-    assert scene.silent(2)
-    assert stalled(scene) == (phase, 600)
-
-
-def test_an_unreadable_sign_is_not_silence(scene: Scene) -> None:
-    scene.says("training", 1)
-    scene.stage.layout.progress.write_text('{"epoch": 3, "pha')
-    assert not scene.silent(30)
-    scene.says("training", 2)
-    assert not scene.silent(59)
 
 
 def test_a_launch_learns_and_the_next_one_knows(scene: Scene) -> None:
@@ -195,53 +198,6 @@ def test_steps_of_earlier_attempts_are_learned_but_not_their_first_ones(stage: S
             append_metrics(stage.layout, StepMetrics.model_validate(row | {"consumed_samples": 1}))
     state = launch_watch.CrossLaunchState.of(stage.supervisor().context)
     assert state.limits.limit("training") == 150
-
-
-def test_a_save_in_flight_has_the_time_of_a_save(scene: Scene) -> None:
-    scene.says("training", 1)
-    partial = scene.stage.layout.checkpoints / "iter_0000001.partial-e000003"
-    partial.mkdir()
-    assert not scene.silent(599)
-    partial.rename(partial.with_name("iter_0000001"))
-    assert scene.silent(2)
-    assert stalled(scene) == ("training", 60)
-
-
-def test_a_save_of_an_older_launch_is_not_in_flight(scene: Scene) -> None:
-    scene.says("training", 1)
-    (scene.stage.layout.checkpoints / "iter_0000001.partial-e000002").mkdir()
-    assert scene.silent(62)
-
-
-def test_a_step_that_srun_cannot_create_yet(scene: Scene) -> None:
-    """After an outage of the controller the ghost of the old step blocks the new one."""
-    scene.stage.configure(config().model_copy(update={"setup_stall_seconds": 45.0}))
-    scene.watch = scene.resumed_at(0)
-    assert not scene.silent(74)
-    scene.srun.waits_for_step = True
-    assert not scene.silent(225)
-    assert scene.silent(3)
-    assert stalled(scene) == ("launching", 300)
-
-
-def test_a_rank_that_has_started_and_says_nothing(scene: Scene) -> None:
-    scene.stage.configure(config().model_copy(update={"setup_stall_seconds": 45.0}))
-    scene.watch = scene.resumed_at(0)
-    scene.shows_a_rank()
-    assert not scene.silent(45)
-    assert scene.silent(1)
-    assert stalled(scene) == ("starting", 45)
-
-
-def test_a_job_that_was_suspended(scene: Scene) -> None:
-    """Nobody looked for an hour, and nobody trained."""
-    scene.says("training", 1)
-    assert not scene.silent(50)
-    scene.clock.advance(3600)
-    assert not scene.looks()
-    assert not scene.silent(6)
-    assert scene.silent(4)
-    assert scene.watch.storage_stalled_seconds == 0
 
 
 def test_times_without_an_answer_add_up(scene: Scene) -> None:

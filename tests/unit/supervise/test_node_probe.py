@@ -6,10 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 from virtual_clock import VirtualClock
 from waiting import wait_until
 
@@ -28,6 +30,10 @@ from hpctrain.supervise.evidence.probe import (
 )
 
 NODES = ("n0", "n1", "n2", "n3")
+PROBES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    name: (given, due)
+    for name, given, due in yaml.safe_load(Path(__file__).with_name("probes.yaml").read_text())
+}
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
 # Each node's fate is in a file: ok (also without a file), crashed, hung, begins.
 ACTOR = """#!/bin/sh
@@ -57,7 +63,7 @@ for node in $(echo "$nodes" | tr , ' '); do
   esac
 done
 [ -e lingers ] && exec sleep 600
-[ -n "$hang" ] && { [ -e deaf ] && trap '' TERM; sleep 100 & wait; }
+[ -n "$hang" ] && { [ -e deaf ] && trap '' TERM; sleep 100 > /dev/null 2>&1 & wait; }
 [ $code = 0 ] || echo "srun: error: Task launch failed on node" >&2
 exit $code
 """
@@ -104,6 +110,11 @@ class Theatre:
         path = self.directory / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
+    @property
+    def asked(self) -> list[str]:
+        """The nodes of each srun."""
+        return [call.partition("--nodelist=")[2].split()[0] for call in self.calls]
+
 
 def ended_of(found: dict[str, NodeResult]) -> set[str]:
     return {node for node, one in found.items() if one.ended}
@@ -149,32 +160,44 @@ def test_all_answer_to_one_srun(theatre: Theatre) -> None:
     assert f"{sys.executable} -m hpctrain.supervise.preflight" in call
 
 
+@pytest.mark.parametrize("name", PROBES)
+def test_a_probe(theatre: Theatre, name: str) -> None:
+    given, due = PROBES[name]
+    theatre.fate(**given.get("fates", {}))
+    for rule in given.get("rules", ()):
+        theatre.rule(rule)
+    slurm = theatre.slurm
+    slurm.node_words.update(given.get("words", {}))
+    slurm.booted.update(given.get("booted", {}))
+    slurm.away = given.get("away", False)
+    slurm.records[5] = replace(JOB, node_list=given.get("nodes", JOB.node_list))
+    if "silent" in given:
+        states = {node: NodeState(node, "allocated", node != given["silent"]) for node in NODES}
+        slurm.node_states = lambda nodes: states  # type: ignore[method-assign]
+    result = theatre.probe(given.get("deadline_seconds", 600.0))
+    assert result.seconds < 300
+    for field in ("lost", "drained", "leaving"):
+        assert getattr(result, field) == tuple(due.get(field, ())), field
+    unfit = (*due.get("lost", ()), *due.get("unfit", ()))
+    assert result.unfit == unfit
+    assert due.get("trouble", "") in result.trouble
+    assert bool(result.trouble) is ("trouble" in due)
+    if not result.trouble:
+        assert result.usable == tuple(node for node in NODES if node not in unfit)
+    for found, words in zip(result.why_lost, due.get("why", result.why_lost), strict=True):
+        assert found.startswith(words)
+    assert set(due.get("problems", ())) <= {*result.problem_lines()}
+    if "asked" in due:
+        assert theatre.asked == due["asked"]
+    killed = [tuple(one) for one in due.get("killed", ())]
+    wait_until(lambda: len(slurm.signals) >= len(killed), "killed")
+    assert slurm.signals == killed, "steps that ended are not"
+
+
 def test_options_of_the_jobs_own_srun_do_not_reach_the_probe(theatre: Theatre) -> None:
     theatre.probe()
     names = {line.partition("=")[0] for line in (theatre.directory / "environment").open()}
     assert "MINE" in names and "SLURM_NTASKS" not in names
-
-
-def test_an_srun_that_lingers_is_not_waited_for(theatre: Theatre) -> None:
-    theatre.rule("lingers")
-    result = theatre.probe(deadline_seconds=600)
-    assert result.usable == NODES and 0 < result.seconds < 300
-
-
-def test_a_crashed_node_is_asked_again_alone_and_lost(theatre: Theatre) -> None:
-    theatre.fate(n2="crashed")
-    result = theatre.probe()
-    assert (result.lost, result.usable) == (("n2",), ("n0", "n1", "n3"))
-    assert len(theatre.calls) == 2 and "--nodelist=n2 " in theatre.calls[1]
-    assert "--nodes=1" in theatre.calls[1]
-    assert result.why_lost[0].startswith("no answer within")
-
-
-def test_a_hung_node_is_lost_at_the_deadline(theatre: Theatre) -> None:
-    theatre.fate(n1="hung")
-    result = theatre.probe(deadline_seconds=1.0)
-    assert (result.lost, result.usable) == (("n1",), ("n0", "n2", "n3"))
-    assert 1.9 < result.seconds < 60
 
 
 def test_nobody_waits_for_a_node_that_takes_much_longer_than_the_others(
@@ -203,63 +226,10 @@ def test_who_is_overdue(virtual_clock: VirtualClock) -> None:
     assert not at(158, "n0", "n1", "n2"), "they still come in"
 
 
-def test_an_srun_that_does_not_listen_is_killed(theatre: Theatre) -> None:
-    theatre.rule("deaf")
-    theatre.fate(n1="hung")
-    result = theatre.probe(deadline_seconds=0.5)
-    assert result.lost == ("n1",) and result.seconds < 60
-
-
-def test_where_one_srun_for_all_is_refused_each_node_is_asked(theatre: Theatre) -> None:
-    theatre.rule("refuses")
-    theatre.fate(n3="crashed")
-    result = theatre.probe()
-    assert (result.lost, result.usable) == (("n3",), ("n0", "n1", "n2"))
-    assert len(theatre.calls) == 5
-
-
 def test_some_are_asked_at_a_time(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.supervise.evidence.probe._ALONE_AT_ONCE", 2)
     theatre.rule("refuses")
     assert theatre.probe().usable == NODES
-
-
-def test_checks_that_do_not_end_leave_a_node_unfit_and_their_step_is_killed(
-    theatre: Theatre,
-) -> None:
-    theatre.fate(n2="begins")
-    result = theatre.probe(deadline_seconds=0.5)
-    assert (result.lost, result.unfit) == ((), ("n2",))
-    wait_until(lambda: theatre.slurm.signals, "killed")
-    assert theatre.slurm.signals == [(5, "3", "KILL")]
-
-
-def test_a_check_that_was_only_slow_condemns_nobody(theatre: Theatre) -> None:
-    theatre.fate(n2="slow")
-    result = theatre.probe()
-    assert (result.usable, result.problem_lines()) == (NODES, ())
-    assert len(theatre.calls) == 2 and "--nodelist=n2 " in theatre.calls[1]
-
-
-def test_a_check_that_fails_twice_does(theatre: Theatre) -> None:
-    theatre.fate(n2="unmounted")
-    result = theatre.probe()
-    assert (result.unfit, result.lost) == (("n2",), ())
-    assert result.problem_lines() == ("n2: run directory: gone",)
-    assert len(theatre.calls) == 2
-
-
-def test_an_earlier_answer_stands_where_there_is_no_second_one(theatre: Theatre) -> None:
-    theatre.fate(n2="unmounted then dead")
-    result = theatre.probe()
-    assert (result.unfit, result.lost) == (("n2",), ())
-
-
-def test_broken_hardware_and_what_most_share_is_not_asked_about_again(theatre: Theatre) -> None:
-    theatre.fate(n0="broken", n1="unmounted", n2="unmounted", n3="unmounted")
-    result = theatre.probe()
-    assert result.unfit == ("n0",)
-    assert len(theatre.calls) == 1
 
 
 def test_steps_that_ended_are_not_killed(theatre: Theatre) -> None:
@@ -268,86 +238,12 @@ def test_steps_that_ended_are_not_killed(theatre: Theatre) -> None:
     assert theatre.slurm.signals == []
 
 
-def test_what_the_controller_gives_up_is_not_asked(theatre: Theatre) -> None:
-    theatre.slurm.node_words["n1"] = "down"
-    result = theatre.probe()
-    assert (result.lost, result.why_lost) == (("n1",), ("Slurm reports it as down",))
-    assert theatre.calls[0].count("--nodes=3") == 1 and "n0,n2,n3" in theatre.calls[0]
-    assert len(theatre.calls) == 1
-
-
-def test_a_node_that_has_booted_since_the_launch_began_is_lost(theatre: Theatre) -> None:
-    """Its slurmd is back within seconds and answers, but what ran there is gone."""
-    theatre.slurm.booted.update(n0=6.0, n2=8.0)
-    result = theatre.probe()
-    assert (result.lost, result.why_lost) == (("n2",), ("it has been rebooted",))
-    assert "n0,n1,n3" in theatre.calls[0]
-
-
 def test_what_slurm_learns_while_nodes_are_asked_counts(theatre: Theatre) -> None:
     theatre.fate(n2="crashed")
     looks = iter(({}, {"n2": 12.0}))
     theatre.slurm.boot_times = lambda nodes: next(looks)  # type: ignore[method-assign]
     result = theatre.probe()
     assert (result.lost, result.why_lost) == (("n2",), ("it has been rebooted",))
-
-
-def test_a_node_that_has_left_the_job_is_lost(theatre: Theatre) -> None:
-    """A --no-kill job shrinks; srun refuses the node from then on, also when it is back."""
-    theatre.slurm.records[5] = JobRecord(5, state=JobState.RUNNING, node_list="n[0-2]")
-    result = theatre.probe()
-    assert (result.lost, result.why_lost) == (("n3",), ("no longer part of the job",))
-    assert "n0,n1,n2 " in theatre.calls[0]
-
-
-def test_a_node_that_is_silent_to_slurm_as_well_is_asked_once(theatre: Theatre) -> None:
-    theatre.fate(n2="crashed")
-    states = {node: NodeState(node, "allocated", node != "n2") for node in NODES}
-    theatre.slurm.node_states = lambda nodes: states  # type: ignore[method-assign]
-    result = theatre.probe()
-    assert result.lost == ("n2",) and len(theatre.calls) == 1
-
-
-def test_a_silent_node_that_answers_is_not_lost(theatre: Theatre) -> None:
-    states = {node: NodeState(node, "allocated", node != "n2") for node in NODES}
-    theatre.slurm.node_states = lambda nodes: states  # type: ignore[method-assign]
-    assert theatre.probe().usable == NODES
-
-
-def test_a_drained_node_stays_in_use(theatre: Theatre) -> None:
-    theatre.slurm.node_words["n1"] = "draining"
-    result = theatre.probe()
-    assert (result.usable, result.drained) == (NODES, ("n1",))
-
-
-@pytest.mark.parametrize("word", ["draining@", "allocated^"])
-def test_a_node_that_slurm_has_rebooted_is_leaving(theatre: Theatre, word: str) -> None:
-    """It answers and can be used: whether that matters depends on what has happened."""
-    theatre.slurm.node_words["n1"] = word
-    result = theatre.probe()
-    assert (result.usable, result.leaving) == (NODES, ("n1",))
-    assert "n1: it is being shut down or rebooted" in result.problem_lines()
-
-
-def test_without_a_controller_nobody_is_asked_or_lost(theatre: Theatre) -> None:
-    theatre.slurm.away = True
-    result = theatre.probe()
-    assert result.trouble and (result.lost, result.unfit, theatre.calls) == ((), (), [])
-
-
-def test_where_nobody_answers_the_asking_has_failed(theatre: Theatre) -> None:
-    """The supervisor runs on one of these nodes, so not all of them can be dead."""
-    theatre.rule("mute")
-    result = theatre.probe(deadline_seconds=600)
-    assert (result.lost, result.unfit) == ((), ())
-    assert result.seconds < 300, "nobody waits for an srun that has ended"
-    assert "no munge" in result.trouble
-
-
-def test_what_slurm_has_given_up_is_lost_even_then(theatre: Theatre) -> None:
-    theatre.rule("mute")
-    theatre.slurm.node_words["n1"] = "down"
-    assert theatre.probe().lost == ("n1",)
 
 
 def test_without_srun_there_is_trouble(theatre: Theatre) -> None:
