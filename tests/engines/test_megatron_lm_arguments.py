@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_job import planned_job
+from megatron_lm_cases import CASES, FRESH, Case
 from trial_runs import once
 
 from hpctrain.engines.megatron import core_fields
-from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
+from hpctrain.engines.megatron_lm import arguments
 from hpctrain.plan.abilities.trainable_megatron_lm import untrainable
 from hpctrain.spec.engines.megatron_lm import FIELD_OF, KEPT_BACK
 from hpctrain.spec.families import family_named, read_config
-from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.run import RunSpec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -34,107 +32,6 @@ PACKAGE = Path(sys.prefix, "megatron-lm")
 CHECKOUTS = [Path(one) for one in os.environ.get("HPCTRAIN_MEGATRON_LM", "").split(":") if one]
 CHECKOUTS += [PACKAGE] if PACKAGE.is_dir() else []
 LIMIT_SECONDS = 240.0
-EXPERTS = dict(experts=8, top_k=2, ffn=1024, shared_ffn=2048, dense_layers=1)
-LATENT = dict(kv_rank=512, nope_dim=64, rope_dim=32, value_dim=96)
-FRESH = Places(save="/run/saving", data_cache="/run/cache")
-RESUMED = Places(save="/run/saving", data_cache="/run/cache", load="/run", load_step=40)
-
-# name -> example, profile, changed sections, places
-CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
-    "gpt175b": ("gpt175b", "a100x64", {}, FRESH),
-    "resumed": ("gpt175b", "a100x64", {}, RESUMED),
-    "elastic": ("gpt175b", "a100x64", dict(resources=dict(min_nodes=32)), FRESH),
-    "llama": ("llama7b", "a100x1", {}, FRESH),
-    "uneven": (
-        "llama7b",
-        "a100x64",
-        dict(
-            parallel=dict(tp=2, pp=4, order="tp-cp-ep-pp-dp", stages=(9, 8, 8, 7)),
-            recompute="full",
-            resources=dict(gpus=16),
-        ),
-        FRESH,
-    ),
-    "axes": (
-        "llama7b",
-        "a100x64",
-        dict(
-            parallel=dict(tp=2, pp=2, vpp=2, cp=2),
-            recompute="selective",
-            recompute_modules=("core_attn", "mlp"),
-            optimizer=dict(offload="cpu"),
-            resources=dict(gpus=16),
-        ),
-        FRESH,
-    ),
-    "experts": (
-        "llama7b",
-        "a100x1",
-        dict(parallel=dict(tp=2, ep=4), model=dict(moe=EXPERTS, layers=4)),
-        FRESH,
-    ),
-    "parts": (
-        "llama7b",
-        "a100x1",
-        dict(
-            parallel=dict(ep=4),
-            schedule=dict(style="wsd", wsd_decay_steps=500, wsd_style="minus_sqrt"),
-            model=dict(
-                layers=4,
-                bias="qkv",
-                init_std=0.01,
-                vocab_multiple=256,
-                rope=dict(partial=0.5, scaling=dict(kind="linear", factor=2.0)),
-                moe=dict(EXPERTS, balance="seq_aux_loss", balance_loss=0.02, z_loss=1e-3),
-            ),
-        ),
-        FRESH,
-    ),
-    "latent": (
-        "llama7b",
-        "a100x1",
-        dict(parallel={}, model=dict(mla=LATENT, layers=4, mtp_layers=1)),
-        FRESH,
-    ),
-    "exact": ("gpt-tiny", "sandbox", dict(engine=dict(deterministic=True)), FRESH),
-    "tiny": ("gpt-tiny", "sandbox", dict(engine=dict(implementation="local")), FRESH),
-    "fp32": ("gpt-tiny", "sandbox", dict(data=dict(sources=()), optimizer=dict(zero=0)),
-             FRESH),
-    "settings": (
-        "llama7b",
-        "a100x64",
-        dict(
-            parallel=dict(tp=2, cp=4),
-            resources=dict(gpus=16),
-            engine=dict(
-                megatron=dict(
-                    use_precision_aware_optimizer=True,
-                    exp_avg_dtype="bf16",
-                    exp_avg_sq_dtype="fp8",
-                    main_params_dtype="fp16",
-                    grad_reduce_in_fp32=False,
-                    num_distributed_optimizer_instances=2,
-                    hierarchical_context_parallel_sizes=(2, 2),
-                    attention_backend="fused",
-                    calculate_per_token_loss=True,
-                    cross_entropy_loss_fusion=True,
-                    tp_comm_overlap=True,
-                )
-            ),
-        ),
-        FRESH,
-    ),
-    "muon": ("llama7b", "a100x64", dict(
-        optimizer=dict(kind="muon", momentum=0.9), parallel=dict(tp=8), resources=dict(gpus=16)
-    ), FRESH),
-    "own": (
-        "llama7b",
-        "a100x1",
-        dict(engine=dict(arguments={"log-throughput": True,
-                                    "high-priority-stream-groups": ["dp", "pp"]})),
-        FRESH,
-    ),
-}  # fmt: skip
 
 
 FAMILIES = {
@@ -144,36 +41,24 @@ FAMILIES = {
 }
 
 
-def spec_of(name: str) -> RunSpec:
+def case_of(name: str) -> Case:
     """A case, or a tiny model of a family in place of Llama."""
-    example, _, changes, _ = CASES.get(name, CASES["llama"])
-    base = load_run_spec(ROOT / "examples" / f"{example}.yaml", ()).document
-    document = base.model_dump(mode="json", by_alias=True)
-    document["engine"] = {"name": "megatron-lm", "checkout": "/opt/Megatron-LM"}
-    for section, values in changes.items():
-        before = document[section]
-        document[section] = {**before, **values} if isinstance(before, dict) else values
-    if name in FAMILIES:
-        family = family_named(name.removeprefix("family "))
-        assert family is not None
-        document["model"] = {**read_config(FAMILIES[name], family).fields, "seq": 64}
-    return RunSpec.model_validate(document)
+    if name not in FAMILIES:
+        return CASES[name]
+    family = family_named(name.removeprefix("family "))
+    assert family is not None
+    return Case(model={**read_config(FAMILIES[name], family).fields, "seq": 64})
 
 
 def trained_families() -> list[str]:
     """Families of which Megatron-LM has every part."""
     lacking = {
-        name: [field for field, _ in untrainable(spec_of(name)) if field.startswith("model.")]
+        name: [
+            field for field, _ in untrainable(case_of(name).spec()) if field.startswith("model.")
+        ]
         for name in FAMILIES
     }
     return [name for name, fields in lacking.items() if not fields]
-
-
-def told(name: str) -> MegatronLmConfig:
-    profile = CASES.get(name, CASES["llama"])[1]
-    return megatron_lm_config(
-        planned_job(spec_of(name), load_profile(find_profile(profile)).document)
-    )
 
 
 @cache
@@ -181,8 +66,8 @@ def answers(checkout: Path) -> dict[str, dict[str, Any]]:
     """One process for all cases: most of it is importing."""
     names = [*CASES, *trained_families()]
     cases = [
-        (config.world_size, arguments(config, CASES[name][3] if name in CASES else FRESH))
-        for name, config in ((name, told(name)) for name in names)
+        (config.world_size, arguments(config, case.places))
+        for config, case in ((case.config(), case) for case in map(case_of, names))
     ]
 
     def ask(directory: Path) -> None:
@@ -203,7 +88,7 @@ def answers(checkout: Path) -> dict[str, dict[str, Any]]:
 
 def negatives() -> list[tuple[int, tuple[str, ...]]]:
     """What it must refuse, or this test would show nothing."""
-    words = arguments(told("llama"), FRESH)
+    words = arguments(CASES["llama"].config(), FRESH)
     return [(3, (*words, "--tensor-model-parallel-size=2"))]
 
 
@@ -231,7 +116,7 @@ def test_what_is_wrong_is_refused(checkout: Path) -> None:
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_understood_as_planned(checkout: Path) -> None:
     """The values that Megatron-LM works with after its own checks are those of the plan."""
-    large, config = answers(checkout)["gpt175b"], told("gpt175b")
+    large, config = answers(checkout)["gpt175b"], CASES["gpt175b"].config()
     assert large["data_parallel_size"] == config.data_parallel_size
     assert large["virtual_pipeline_model_parallel_size"] == 3
     assert large["padded_vocab_size"] == config.padded_vocab_size
@@ -270,7 +155,7 @@ def test_a_family_is_the_model_of_its_record(checkout: Path) -> None:
     for name in names:
         answer = answers(checkout)[name]
         assert "refused" not in answer, (name, answer["refused"])
-        wished = json.loads(json.dumps(core_fields(told(name).model)))
+        wished = json.loads(json.dumps(core_fields(case_of(name).config().model)))
         if wished["add_bias_linear"]:
             wished["add_qkv_bias"] = True  # Megatron-LM says that it follows
         for field, value in wished.items():

@@ -28,6 +28,14 @@ from hpctrain.trainer import YIELDED
 TINY = Path(__file__).with_name("misbehaving_trainer.py")
 STEP_LOSS = r"step (?P<step>\d+) loss (?P<loss>\S+)"
 _PATIENCE_SECONDS = 120.0
+# The agent, to which a trainer that has ended is done writing after one second instead of five.
+AGENT = """
+import runpy
+from hpctrain.trainer import publishing
+assert publishing._QUIET_SECONDS
+publishing._QUIET_SECONDS = 1.0
+runpy.run_module("hpctrain.trainer.agent", run_name="__main__", alter_sys=True)
+"""
 TRAINER: dict[str, object] = {
     "checkpoint": {"path": "step-{step}", "complete": {"json": ["state.json"]}, "keep": 9},
     "signal": {"save": "TERM", "seconds": "60s"},
@@ -134,7 +142,7 @@ class AgentRun:
         self, epoch: int, resume: int | None, environment: dict[str, str]
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "hpctrain.trainer.agent", str(self.run.train_config)],
+            [sys.executable, "-c", AGENT, str(self.run.train_config)],
             env={
                 **os.environ,
                 "RANK": "0",

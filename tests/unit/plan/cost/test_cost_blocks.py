@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,15 +59,156 @@ def test_ranks_have_a_share_of_heads_widths_and_tokens(
     assert part.backward == pytest.approx(whole.backward / 4)
 
 
-class TestAttention:
-    def test_grouped_queries(self) -> None:
-        # QKV 1024 x (16 + 2 x 4) 64, output 1024 x 1024, two operations each and token;
-        # core: 2 products x 2 operations x T^2 / 2 pairs x 16 heads x 64; five products back
-        passes = blocks.attention(only_products(kv_heads=4))
-        projections, core = 2 * T * (H * 1536 + H * H), 4 * (T * T // 2) * 1024
-        assert passes.forward * PEAK == pytest.approx(projections + core)
-        assert passes.backward * PEAK == pytest.approx(2 * projections + 2.5 * core)
+# Grouped queries: QKV 1024 x (16 + 2 x 4) 64, output 1024 x 1024, two operations each and token;
+# core: 2 products x 2 operations x T^2 / 2 pairs x 16 heads x 64; five products back.
+PROJECTIONS, CORE = 2 * T * (H * 1536 + H * H), 4 * (T * T // 2) * 1024
+# Latent attention: down to 384 and 128 + 32, up to 16 x 96 and 16 x (64 + 64), output 16 x 64 x
+# 1024; keys of 96 and values of 64: 2 operations x T^2 / 2 x 16 x (96 + 64).
+DOWN, UP, LATENT_CORE = 393_216 + 163_840, 589_824 + 262_144 + 1_048_576, T * T * 16 * 160
+# 4096 rows over 8 experts are 512 each, and half a tile of 128 more.
+ROUTER, SHARED, ROUTED = T * H * 8, T * 3 * H * 512, 8 * 576 * 3 * H * 2048
+# Mamba: into 2 x 2048 + 2 x 8 x 128 + 32 = 6176 columns, out of 2048 rows; the scan takes a chunk
+# of 256 times (groups x state + inner), and four times inner x state.
+SCAN = T * (256 * (1024 + 2048) + 4 * 2048 * 128)
 
+# Block, changes, operations forward; backward so many of them, where it matters.
+OPERATIONS: list[tuple[Any, dict[str, float], float, float | None]] = [
+    (blocks.attention, dict(kv_heads=4), PROJECTIONS + CORE, 2 * PROJECTIONS + 2.5 * CORE),
+    # masked pairs too
+    (blocks.core_attention, dict(flash=0), 4 * T * T * 1024, 8 * T * T * 1024),
+    (blocks.attention, LATENT | dict(q_rank=384), 2 * T * (DOWN + UP) + LATENT_CORE, None),
+    (
+        blocks.attention,
+        LATENT | dict(q_rank=0),
+        2 * T * (163_840 + 1_572_864 + 262_144 + 1_048_576) + LATENT_CORE,
+        None,
+    ),
+    # tensor parallel ranks repeat the way down
+    (blocks.latent_projections, LATENT | dict(tp=4), 2 * T * (DOWN + UP / 4), None),
+    (blocks.mlp, dict(gated=0), 2 * T * 2 * H * 4096, 4 * T * 2 * H * 4096),
+    (blocks.mlp, dict(gated=1), 2 * T * 3 * H * 4096, 4 * T * 3 * H * 4096),
+    # eight bits double the rate, but for logits, which stay in sixteen
+    (blocks.mlp, dict(gated=0, low=1), T * 2 * H * 4096, None),
+    (blocks.output_layer, dict(low=0), 2 * T * H * V, None),
+    (blocks.output_layer, dict(low=1), 2 * T * H * V, None),
+    (blocks.moe, EXPERTS, 2 * (ROUTER + SHARED + ROUTED), 4 * (ROUTER + SHARED + ROUTED)),
+    # spread experts are whole and see a share of the tokens: 2048 rows over 4 of them
+    (blocks.experts, EXPERTS | dict(tp=2, ep=2), 2 * 4 * 576 * 3 * H * 2048, None),
+    (blocks.experts, EXPERTS | dict(tp=2), 2 * 8 * 576 * 3 * H * 1024, None),
+    # latent experts take in less
+    (blocks.experts, EXPERTS | dict(expert_hidden=H // 4), 2 * ROUTED / 4, None),
+    (
+        blocks.mamba,
+        MAMBA,
+        2 * T * H * (6176 + 2048) + SCAN,
+        2 * (2 * T * H * (6176 + 2048) + SCAN),
+    ),
+    # the scan has a rate of its own
+    (
+        blocks.mamba,
+        MAMBA | dict(scan_efficiency=0.1),
+        2 * T * H * (6176 + 2048) + 10 * SCAN,
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "changes", "forward", "backward"), OPERATIONS)
+def test_operations(
+    block: Any, changes: dict[str, float], forward: float, backward: float | None
+) -> None:
+    passes = block(only_products(**changes))
+    assert passes.forward * PEAK == pytest.approx(forward)
+    assert backward is None or passes.backward * PEAK == pytest.approx(backward)
+
+
+def product_bytes(*sizes: tuple[float, float]) -> float:
+    """Bytes of products [T, k] x [k, n] of these (n, k) in 16 bits."""
+    return sum(2 * (T * k + k * n + T * n) for n, k in sizes)
+
+
+BYTES: list[tuple[Any, dict[str, float], float]] = [
+    # joint down-projection, up-projections and output; none for a product of size 0
+    (
+        blocks.latent_projections,
+        LATENT | dict(q_rank=0),
+        product_bytes((160, 1024), (1536, 1024), (2048, 128), (1024, 1024)),
+    ),
+    # norm and residual move five tensors; sequence parallelism splits what is outside
+    (blocks.surroundings, {}, 5 * 2 * T * H),
+    (blocks.norm, {}, 2 * 2 * T * H),
+    (blocks.surroundings, dict(tp=4, sequence_parallel=0), 10 * T * H),
+    (blocks.surroundings, dict(tp=4, sequence_parallel=1), 10 * T * H / 4),
+    (blocks.permutation, EXPERTS, 6 * 2 * 4096 * H),
+    (blocks.expert_activation, EXPERTS, 3 * 2 * 4096 * 2048),
+    # convolution and gate stream
+    (
+        blocks.mamba,
+        MAMBA,
+        product_bytes((6176, H), (H, 2048)) + 10 * T * H + 12 * 2 * T * 2048,
+    ),
+    # cross entropy moves each logit so often
+    *(
+        (
+            blocks.output_layer,
+            dict(fused_loss=fused, tp=2),
+            product_bytes((V / 2, H)) + per_logit * T * V / 2 + 10 * T * H,
+        )
+        for fused, per_logit in ((0, 24), (1, 8))
+    ),
+    (blocks.embedding, {}, 3 * 2 * T * H),
+]
+
+
+@pytest.mark.parametrize(("block", "changes", "moved"), BYTES)
+def test_bytes_that_move(block: Any, changes: dict[str, float], moved: float) -> None:
+    assert block(only_memory(**changes)).forward * 1e12 == pytest.approx(moved)
+
+
+# 4096 rows of 2 x 1024 bytes, of which 7 of 8 leave the GPU; there and back in either pass
+SENT = 2 * (7 / 8 * 4096 * 2048 / 1e11 + hops(8))
+# 2 x 3/4 of 2 x 2048 x 1024 bytes
+REDUCED = 0.75 * (1.5 * 4_194_304 / 1e11 + 2 * hops(4))
+# 4 grouped heads of keys and values: 2 x 512 tokens x 4 x 128 bytes, three exchanges
+RING = 3 * (6e-6 + 524_288 / 1e11)
+# on a slow network, where attention takes 2.1e-4 s and hides 0.8 of that
+SLOW, HIDING = 3 * (6e-6 + 524_288 / 1e9), 0.8 * 4 * 512 * 1024 * 1024 / 1e13
+GROUPED = dict(cp=4, kv_heads=4)
+
+MESSAGES: list[tuple[Any, dict[str, float], float, float]] = [
+    (blocks.dispatch_messages, EXPERTS | dict(ep=8), SENT, SENT),
+    (blocks.dispatch_messages, EXPERTS | dict(ep=8, ep_overlap=0.75), SENT / 4, SENT / 4),
+    # tensor parallel ranks send different tokens
+    (
+        blocks.dispatch_messages,
+        EXPERTS | dict(ep=4, tp=2),
+        2 * (3 / 4 * 2048 * 2048 / 1e11 + hops(4)),
+        2 * (3 / 4 * 2048 * 2048 / 1e11 + hops(4)),
+    ),
+    (blocks.dispatch_messages, EXPERTS, 0, 0),
+    (blocks.region_messages, dict(tp=4, sequence_parallel=0, tp_overlap=0.25), REDUCED, REDUCED),
+    (blocks.region_messages, dict(tp=4, sequence_parallel=1, tp_overlap=0.25), REDUCED, REDUCED),
+    (blocks.context_messages, GROUPED | dict(peak=NEVER), RING, 2 * RING),
+    # attention hides nine tenths of the ring, and no more than it lasts
+    (blocks.context_messages, GROUPED | dict(peak=1e11), RING / 10, RING / 5),
+    (
+        blocks.context_messages,
+        GROUPED | dict(peak=1e13, domain=1, network_bandwidth=1e9),
+        SLOW - HIDING,
+        2 * SLOW - 2.5 * HIDING,
+    ),
+    (blocks.context_messages, {}, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("block", "changes", "forward", "backward"), MESSAGES)
+def test_messages(block: Any, changes: dict[str, float], forward: float, backward: float) -> None:
+    passes = block(case(**changes))
+    assert passes.forward_messages == pytest.approx(forward)
+    assert passes.backward_messages == pytest.approx(backward)
+
+
+class TestAttention:
     @pytest.mark.parametrize(
         ("keys", "changes"),
         [
@@ -84,70 +226,25 @@ class TestAttention:
         seen = blocks.visible_pairs(only_products(**changes), 1.0)
         assert seen == pytest.approx(T * keys)
 
-    def test_unfused_attention_computes_masked_pairs_too(self) -> None:
-        core = blocks.core_attention(only_products(flash=0))
-        assert core.forward * PEAK == pytest.approx(4 * T * T * 1024)
-        assert core.backward * PEAK == pytest.approx(8 * T * T * 1024)
-
-    @pytest.mark.parametrize(
-        ("rank", "per_token"),
-        [
-            # down to 384 and 128 + 32, up to 16 x 96 and 16 x (64 + 64), output 16 x 64 x 1024
-            (384, 393_216 + 163_840 + 589_824 + 262_144 + 1_048_576),
-            (0, 163_840 + 1_572_864 + 262_144 + 1_048_576),
-        ],
-    )
-    def test_latent_attention(self, rank: int, per_token: int) -> None:
-        one = only_products(**LATENT | {"q_rank": rank})
-        # keys of 96 and values of 64: 2 operations x T^2 / 2 x 16 x (96 + 64)
-        core = T * T * 16 * 160
-        assert blocks.attention(one).forward * PEAK == pytest.approx(2 * T * per_token + core)
-
-    def test_without_a_query_rank_nothing_goes_down_to_it(self) -> None:
-        # bytes of joint down-projection, up-projections and output; none for a product of size 0
-        one = only_memory(**LATENT | {"q_rank": 0})
-        ups = [(160, 1024), (1536, 1024), (2048, 128), (1024, 1024)]
-        moved = sum(2 * (T * k + k * n + T * n) for n, k in ups)
-        assert blocks.latent_projections(one).forward * 1e12 == pytest.approx(moved)
-
-    def test_tensor_parallel_ranks_repeat_the_way_down(self) -> None:
-        passes = blocks.latent_projections(only_products(**LATENT, tp=4))
-        down, rest = 393_216 + 163_840, 589_824 + 262_144 + 1_048_576
-        assert passes.forward * PEAK == pytest.approx(2 * T * (down + rest / 4))
-
     def test_rotation_streams_queries_and_keys(self) -> None:
         plain, turned = (blocks.attention(only_memory(kv_heads=4, rope=r)) for r in (0, 1))
         assert (turned.forward - plain.forward) * 1e12 == pytest.approx(2 * 2 * T * 20 * 64)
 
 
 class TestMlp:
-    @pytest.mark.parametrize(("gated", "matrices"), [(0, 2), (1, 3)])
-    def test_products(self, gated: int, matrices: int) -> None:
-        passes = blocks.mlp(only_products(gated=gated))
-        assert passes.forward * PEAK == pytest.approx(2 * T * matrices * H * 4096)
-        assert passes.backward == pytest.approx(2 * passes.forward)
-
-    def test_eight_bits_double_the_rate(self) -> None:
-        wide, low = (blocks.mlp(only_products(low=low)) for low in (0, 1))
-        assert low.forward == pytest.approx(wide.forward / 2)
-
     def test_activation_function_streams(self) -> None:
         # with a gate three tensors [T, f], without two; 1.5 times the traffic of the minimum
-        products = {n: 2 * (T * H + n * H * 4096 + n * T * 4096) for n in (1, 2)}
-        second = 2 * (T * 4096 + 4096 * H + T * H)
         for gated in (0, 1):
             one = only_memory(gated=gated, streaming=1.5)
-            streams = 1.5 * 2 * T * 4096 * (gated + 2)
-            moved = products[1 + gated] + second + streams
+            products = product_bytes(((1 + gated) * 4096, H), (H, 4096))
+            moved = products + 1.5 * 2 * T * 4096 * (gated + 2)
             assert blocks.feed_forward(one, 4096).forward * 1e12 == pytest.approx(moved)
 
 
 class TestStreams:
-    def test_norm_and_residual_move_five_tensors(self) -> None:
+    def test_the_backward_pass_moves_more(self) -> None:
         passes = blocks.surroundings(only_memory())
-        assert passes.forward * 1e12 == pytest.approx(5 * 2 * T * H)
         assert passes.backward == pytest.approx(1.6 * passes.forward)
-        assert blocks.norm(only_memory()).forward * 1e12 == pytest.approx(2 * 2 * T * H)
 
     def test_a_norm_of_many_kernels_moves_more_and_the_residual_does_not(self) -> None:
         one = only_memory(norm_traffic=EAGER_NORM_TRAFFIC)
@@ -158,41 +255,8 @@ class TestStreams:
         moved = blocks.surroundings(one).forward * 1e12
         assert moved == pytest.approx(both[0] * 1e12 + residual)
 
-    @pytest.mark.parametrize(("sequence", "share"), [(0, 1.0), (1, 0.25)])
-    def test_sequence_parallelism_splits_what_is_outside(self, sequence: int, share: float) -> None:
-        one = only_memory(tp=4, sequence_parallel=sequence)
-        assert blocks.surroundings(one).forward * 1e12 == pytest.approx(share * 10 * T * H)
-
 
 class TestExperts:
-    def test_routed_and_shared_and_router(self) -> None:
-        # 4096 rows over 8 experts are 512 each, and half a tile of 128 more
-        passes = blocks.moe(only_products(**EXPERTS))
-        router, shared, routed = T * H * 8, T * 3 * H * 512, 8 * 576 * 3 * H * 2048
-        assert passes.forward * PEAK == pytest.approx(2 * (router + shared + routed))
-        assert passes.backward == pytest.approx(2 * passes.forward)
-
-    def test_spread_experts_are_whole_and_see_a_share_of_the_tokens(self) -> None:
-        # tp 2 x ep 2: 2048 rows over 4 experts of the full size
-        passes = blocks.experts(only_products(**EXPERTS, tp=2, ep=2))
-        assert passes.forward * PEAK == pytest.approx(2 * 4 * 576 * 3 * H * 2048)
-
-    def test_without_expert_parallelism_every_expert_is_split(self) -> None:
-        passes = blocks.experts(only_products(**EXPERTS, tp=2))
-        assert passes.forward * PEAK == pytest.approx(2 * 8 * 576 * 3 * H * 1024)
-
-    def test_latent_experts_take_in_less(self) -> None:
-        full, latent = (
-            blocks.experts(only_products(**EXPERTS, expert_hidden=width)) for width in (H, H // 4)
-        )
-        assert latent.forward == pytest.approx(full.forward / 4)
-
-    def test_permutation_and_activation_stream_routed_rows(self) -> None:
-        one = only_memory(**EXPERTS)
-        assert blocks.permutation(one).forward * 1e12 == pytest.approx(6 * 2 * 4096 * H)
-        activation = blocks.expert_activation(one)
-        assert activation.forward * 1e12 == pytest.approx(3 * 2 * 4096 * 2048)
-
     def test_one_copy_goes_to_each_node_and_each_rank(self) -> None:
         # 1024 tokens of 2048 bytes; 2 of 8 experts' choices meet 2 (1 - 1/4) = 1.5 of 2 nodes and
         # 16 (1 - (15/16)^2) = 1.9375 of 16 ranks
@@ -217,106 +281,18 @@ class TestExperts:
         )
         assert half == pytest.approx(2 * whole)
 
-    def test_tokens_are_sent_there_and_back(self) -> None:
-        # 4096 rows of 2 x 1024 bytes; 7 of 8 leave the GPU; there and back in either pass
-        passes = blocks.dispatch_messages(case(**EXPERTS, ep=8))
-        expected = 2 * (7 / 8 * 4096 * 2048 / 1e11 + hops(8))
-        assert passes.forward_messages == pytest.approx(expected)
-        assert passes.backward_messages == pytest.approx(expected)
-        hidden = blocks.dispatch_messages(case(**EXPERTS, ep=8, ep_overlap=0.75))
-        assert hidden.forward_messages == pytest.approx(expected / 4)
 
-    def test_tensor_parallel_ranks_send_different_tokens(self) -> None:
-        passes = blocks.dispatch_messages(case(**EXPERTS, ep=4, tp=2))
-        expected = 2 * (3 / 4 * 2048 * 2048 / 1e11 + hops(4))
-        assert passes.forward_messages == pytest.approx(expected)
-
-    def test_experts_of_the_same_rank_need_no_messages(self) -> None:
-        assert blocks.dispatch_messages(case(**EXPERTS)).forward_messages == 0
-
-
-class TestMamba:
-    def test_projections_and_scan(self) -> None:
-        # into 2 x 2048 + 2 x 8 x 128 + 32 = 6176 columns, out of 2048 rows;
-        # scan: a chunk of 256 times (groups x state + inner), and four times inner x state
-        passes = blocks.mamba(only_products(**MAMBA))
-        scan = T * (256 * (1024 + 2048) + 4 * 2048 * 128)
-        assert passes.forward * PEAK == pytest.approx(2 * T * H * (6176 + 2048) + scan)
-        assert passes.backward == pytest.approx(2 * passes.forward)
-
-    def test_scan_has_a_rate_of_its_own(self) -> None:
-        fast, slow = (blocks.mamba(only_products(**MAMBA, scan_efficiency=e)) for e in (1.0, 0.1))
-        scan = T * (256 * 3072 + 4 * 2048 * 128)
-        assert (slow.forward - fast.forward) * PEAK == pytest.approx(9 * scan)
-
-    def test_convolution_and_gate_stream(self) -> None:
-        products = 2 * (T * H + H * 6176 + T * 6176) + 2 * (T * 2048 + 2048 * H + T * H)
-        moved = products + 10 * T * H + 12 * 2 * T * 2048
-        assert blocks.mamba(only_memory(**MAMBA)).forward * 1e12 == pytest.approx(moved)
-
-
-class TestEnds:
-    def test_logits_stay_in_sixteen_bits(self) -> None:
-        for low in (0, 1):
-            passes = blocks.output_layer(only_products(low=low))
-            assert passes.forward * PEAK == pytest.approx(2 * T * H * V)
-
-    @pytest.mark.parametrize(("fused", "per_logit"), [(0, 24), (1, 8)])
-    def test_cross_entropy_streams_logits(self, fused: int, per_logit: int) -> None:
-        one = only_memory(fused_loss=fused, tp=2)
-        product = 2 * (T * H + H * V / 2 + T * V / 2)
-        moved = product + per_logit * T * V / 2 + 10 * T * H
-        assert blocks.output_layer(one).forward * 1e12 == pytest.approx(moved)
-
-    def test_embedding_reads_rows(self) -> None:
-        assert blocks.embedding(only_memory()).forward * 1e12 == pytest.approx(3 * 2 * T * H)
-
+class TestMessages:
     def test_embedding_is_one_reduction_and_a_block_two(self) -> None:
         one = case(tp=4)
         part, whole = blocks.embedding(one), blocks.region_messages(one)
         assert part.forward_messages == pytest.approx(whole.forward_messages / 2)
-
-
-class TestMessages:
-    @pytest.mark.parametrize("sequence", [0, 1])
-    def test_an_all_reduce_of_the_input_each_way(self, sequence: int) -> None:
-        # 2 x 3/4 of 2 x 2048 x 1024 bytes
-        one = case(tp=4, sequence_parallel=sequence, tp_overlap=0.25)
-        expected = 0.75 * (1.5 * 4_194_304 / 1e11 + 2 * hops(4))
-        passes = blocks.region_messages(one)
-        assert passes.forward_messages == pytest.approx(expected)
-        assert passes.backward_messages == pytest.approx(expected)
 
     def test_blocks_enter_the_region_once(self) -> None:
         one = case(tp=4)
         once = blocks.region_messages(one).forward_messages
         for block in (blocks.attention, blocks.mlp, blocks.output_layer):
             assert block(one).forward_messages == pytest.approx(once)
-
-    def test_keys_and_values_go_around_the_ring(self) -> None:
-        # 4 grouped heads of keys and values: 2 x 512 tokens x 4 x 128 bytes, three exchanges
-        one = case(cp=4, kv_heads=4, peak=NEVER)
-        once = 3 * (6e-6 + 524_288 / 1e11)
-        passes = blocks.context_messages(one)
-        assert passes.forward_messages == pytest.approx(once)
-        assert passes.backward_messages == pytest.approx(2 * once)
-
-    def test_attention_hides_nine_tenths_of_the_ring(self) -> None:
-        once = 3 * (6e-6 + 524_288 / 1e11)
-        passes = blocks.context_messages(case(cp=4, kv_heads=4, peak=1e11))
-        assert passes.forward_messages == pytest.approx(once / 10)
-        assert passes.backward_messages == pytest.approx(once / 5)
-
-    def test_attention_hides_what_it_lasts(self) -> None:
-        # the slow network takes 1.59e-3 s; attention takes 2.1e-4 and hides 0.8 of that
-        one = case(cp=4, kv_heads=4, peak=1e13, domain=1, network_bandwidth=1e9)
-        once, core = 3 * (6e-6 + 524_288 / 1e9), 4 * 512 * 1024 * 1024 / 1e13
-        passes = blocks.context_messages(one)
-        assert passes.forward_messages == pytest.approx(once - 0.8 * core)
-        assert passes.backward_messages == pytest.approx(2 * once - 0.8 * 2.5 * core)
-
-    def test_one_rank_has_no_ring(self) -> None:
-        assert blocks.context_messages(case()).forward_messages == 0
 
 
 def test_a_step_of_gpt_takes_the_operations_of_narayanan() -> None:

@@ -256,46 +256,44 @@ class TestInFlight:
         assert activation_bytes(one, first_stage(one)) == expected
 
 
+# dp 8 x cp 2 replicas; experts spread over 8 of the 8 x 2 x tp 2 ranks: 4 replicas
+SPREAD = dict(dp=8, cp=2, tp=2, ep=8)
+
+
 class TestState:
     """Rajbhandari et al., section 3.1: 2 + 2 + 12 bytes; here gradients have 4."""
 
     WEIGHTS = Weights(dense=1000.0, routed=600.0)
     NONE = Weights(dense=0.0, routed=0.0)
+    SHARE = 1000 / 16 + 600 / 4
 
     @pytest.mark.parametrize(
-        ("zero", "weights", "gradients", "optimizer"),
+        ("changes", "weights", "gradients", "optimizer"),
         [
-            (0, 3200, 6400, 19200),
-            (1, 3200, 6400, 12 * (1000 / 16 + 600 / 4)),
-            (2, 3200, 4 * (1000 / 16 + 600 / 4), 12 * (1000 / 16 + 600 / 4)),
-            (3, 2 * 212.5, 4 * 212.5, 12 * 212.5),
+            (dict(SPREAD, zero=0), 3200, 6400, 19200),
+            (dict(SPREAD, zero=1), 3200, 6400, 12 * SHARE),
+            (dict(SPREAD, zero=2), 3200, 4 * SHARE, 12 * SHARE),
+            (dict(SPREAD, zero=3), 2 * SHARE, 4 * SHARE, 12 * SHARE),
+            # ep 1: an expert's parts are on tp ranks like everything else: 16 replicas
+            (dict(dp=8, cp=2, tp=2), 3200, 6400, 12 * (1000 / 16 + 600 / 16)),
+            # more expert ranks than there are keep one replica
+            (dict(dp=2, ep=8), 3200, 6400, 12 * (500 + 600)),
+            (dict(offload=1), 3200, 6400, 0),
+            (dict(main_bytes=16), 3200, 6400, 16 * 1600),
+            (dict(gradient_bytes=2), 3200, 3200, 19200),
         ],
     )
-    def test_stages_of_zero(
-        self, zero: int, weights: float, gradients: float, optimizer: float
+    def test_bytes_of_weights_gradients_and_optimizer(
+        self, changes: dict[str, float], weights: float, gradients: float, optimizer: float
     ) -> None:
-        # dp 8 x cp 2 replicas; experts spread over 8 of the 8 x 2 x tp 2 ranks: 4 replicas
-        one = case(zero=zero, dp=8, cp=2, tp=2, ep=8)
+        one = case(**changes)
         assert weight_bytes(one, self.WEIGHTS, self.NONE) == weights
         assert gradient_bytes(one, self.WEIGHTS) == gradients
         assert optimizer_bytes(one, self.WEIGHTS) == optimizer
 
-    def test_experts_that_are_split_over_tensor_ranks(self) -> None:
-        # ep 1: an expert's parts are on tp ranks like everything else: 16 replicas
-        one = case(dp=8, cp=2, tp=2)
-        assert optimizer_bytes(one, self.WEIGHTS) == 12 * (1000 / 16 + 600 / 16)
-
-    def test_more_expert_ranks_than_there_are_keep_one_replica(self) -> None:
-        one = case(dp=2, ep=8)
-        assert optimizer_bytes(one, self.WEIGHTS) == 12 * (500 + 600)
-
     def test_hybrid_sharding_divides_by_the_group(self) -> None:
         one = case(zero=3, dp=64, shard_gpus=8)
         assert weight_bytes(one, Weights(1000.0, 0.0), self.NONE) == 250
-
-    def test_offloaded_state_is_not_on_the_gpu(self) -> None:
-        assert optimizer_bytes(case(offload=1), self.WEIGHTS) == 0
-        assert gradient_bytes(case(offload=1), self.WEIGHTS) == 6400
 
     def test_eight_bit_products_need_forms_of_the_weights_of_layers(self) -> None:
         layers = Weights(dense=700.0, routed=600.0)
@@ -303,81 +301,69 @@ class TestState:
         assert weight_bytes(besides, self.WEIGHTS, layers) == 2 * 1600 + 2 * 1300
         assert weight_bytes(instead, self.WEIGHTS, layers) == 2 * 300 + 2.0625 * 1300
 
-    def test_bytes_of_software_and_mesh(self) -> None:
-        assert optimizer_bytes(case(main_bytes=16), self.WEIGHTS) == 16 * 1600
-        assert gradient_bytes(case(gradient_bytes=2), self.WEIGHTS) == 2 * 1600
-
 
 class TestTheRest:
+    OWN = 12 * 1024**2 + 2 * 2 * 1024  # a layer: 12 h^2 and two norms of 2 h
+    DENSE = 4 * 1024**2 + 3 * 1024 * 512 + 8 * 1024 + 2 * 2 * 1024  # one with experts, without them
+    EXPERT = 3 * 1024 * 2048
+
     @pytest.mark.parametrize(
-        ("changes", "expected"),
+        ("bytes_of", "one", "expected"),
         [
-            ({}, 4 * 2048 * 51200),
-            (dict(tp=8, cp=2, mtp_layers=1), 2 * 4 * 1024 * 51200 / 8),
-            (dict(logit_bytes=20), 20 * 2048 * 51200),
-            (dict(tp=8), 4 * 2048 * 51200 / 8),
-            (dict(tp=8, gathered_logits=1), 4 * 2048 * 51200),  # the whole vocabulary on each rank
+            (logit_bytes, case(), 4 * 2048 * 51200),
+            (logit_bytes, case(tp=8, cp=2, mtp_layers=1), 2 * 4 * 1024 * 51200 / 8),
+            (logit_bytes, case(logit_bytes=20), 20 * 2048 * 51200),
+            (logit_bytes, case(tp=8), 4 * 2048 * 51200 / 8),
+            # the whole vocabulary on each rank
+            (logit_bytes, case(tp=8, gathered_logits=1), 4 * 2048 * 51200),
+            # gathered inputs of products stay whole
+            (outside_pair, case(**SPLIT), 2 * 2 * SBH / 8),
+            (outside_pair, case(**SPLIT, gathered_inputs=1), 2 * SBH / 8 + 2 * SBH),
+            (outside_pair, case(gathered_inputs=1), outside_pair(case())),
+            # buffers to receive in, and the gathered input
+            (message_bytes, case(tp=4), 0),
+            (message_bytes, pipeline(2, 8), 2 * 2 * SBH),
+            (message_bytes, case(tp=4, sequence_parallel=1), 2 * SBH),
+            (message_bytes, pipeline(2, 8, tp=4, sequence_parallel=1), 3 * SBH),
+            # placeholders of weight gradients in 16 bits: of one layer, of the output matrix
+            (transient_bytes, case(), 2 * OWN),
+            (loss_bytes, case(), 2 * 51200 * 1024),
+            (transient_bytes, case(dummy_gradients=0), 0),
+            (loss_bytes, case(dummy_gradients=0), 0),
+            # 16-bit logits beside the fp32 ones: 2 bytes of 2048 x 51200 are more than 2 of the
+            # table's 1024 x 51200, less 4 of them
+            (loss_bytes, case(narrow_logits=1), 2 * 2048 * 51200),
+            # 16 tokens: fp32 logits have become 16-bit ones when the table's placeholder is there
+            (
+                loss_bytes,
+                case(narrow_logits=1, seq=16),
+                2 * 16 * 51200 + 2 * 1024 * 51200 - 4 * 16 * 51200,
+            ),
+            # the widest gradient where there are no logits
+            (
+                transient_bytes,
+                pipeline(2, 8, gated=1, dummy_gradients=0, tp=2),
+                2 * 2048 * 2 * 4096 / 2,
+            ),
+            # experts share their placeholders; ZeRO 3 gathers two whole layers
+            (transient_bytes, case(**EXPERTS, ep=2, dp=2), 2 * (DENSE + EXPERT)),
+            (transient_bytes, case(**EXPERTS, zero=3, dp=2), 2 * 2 * (DENSE + 8 * EXPERT)),
         ],
     )
-    def test_logits_in_fp32(self, changes: dict[str, float], expected: float) -> None:
-        assert logit_bytes(case(**changes)) == expected
+    def test_bytes(self, bytes_of: Any, one: Case, expected: float) -> None:
+        of_a_stage = bytes_of in (transient_bytes, loss_bytes)
+        found = bytes_of(one, first_stage(one)) if of_a_stage else bytes_of(one)
+        assert found == expected
 
-    def test_gathered_inputs_of_products_stay_whole(self) -> None:
-        split, whole = (case(**SPLIT, gathered_inputs=value) for value in (0, 1))
-        assert outside_pair(split) == 2 * 2 * SBH / 8
-        assert outside_pair(whole) == 2 * SBH / 8 + 2 * SBH
-        assert outside_pair(case(gathered_inputs=1)) == outside_pair(case())
+    def test_without_the_loss_there_is_no_placeholder_of_its_table(self) -> None:
+        one = case(narrow_logits=1, seq=16)
+        assert loss_bytes(one, replace(first_stage(one), loss=0)) == 0
 
     @pytest.mark.parametrize(("pp", "held"), [(1, [1, 1, 1]), (2, [0, 1, 1]), (4, [0, 0, 1])])
     def test_logits_are_on_the_last_stage(self, pp: int, held: list[int]) -> None:
         one = pipeline(pp, 8, tp=2)
         found = [float(stage_memory(one, stage).logits) for stage in stages_that_matter(one)]
         assert found == [4 * 2048 * 51200 / 2 * share for share in held]
-
-    def test_receive_buffers_and_the_gathered_input(self) -> None:
-        assert message_bytes(case(tp=4)) == 0
-        assert message_bytes(pipeline(2, 8)) == 2 * 2 * SBH
-        assert message_bytes(case(tp=4, sequence_parallel=1)) == 2 * SBH
-        assert message_bytes(pipeline(2, 8, tp=4, sequence_parallel=1)) == 3 * SBH
-
-    def test_placeholders_of_weight_gradients(self) -> None:
-        # one layer of 12 h^2 and two norms of 2 h, the output matrix, in 16 bits
-        one = case()
-        own = 12 * 1024**2 + 2 * 2 * 1024
-        assert transient_bytes(one, first_stage(one)) == 2 * own
-        assert loss_bytes(one, first_stage(one)) == 2 * 51200 * 1024
-        without = case(dummy_gradients=0)
-        assert transient_bytes(without, first_stage(without)) == 0
-        assert loss_bytes(without, first_stage(without)) == 0
-
-    def test_16_bit_logits_beside_the_fp32_ones(self) -> None:
-        # 2 bytes of 2048 x 51200 logits are more than 2 of the table's 1024 x 51200, less 4 of them
-        one = case(narrow_logits=1)
-        assert loss_bytes(one, first_stage(one)) == 2 * 2048 * 51200
-
-    def test_a_table_larger_than_the_logits(self) -> None:
-        # 16 tokens: fp32 logits have become 16-bit ones when the table's placeholder is there
-        one = case(narrow_logits=1, seq=16)
-        expected = 2 * 16 * 51200 + 2 * 1024 * 51200 - 4 * 16 * 51200
-        assert loss_bytes(one, first_stage(one)) == expected
-        assert loss_bytes(one, replace(first_stage(one), loss=0)) == 0
-
-    def test_the_widest_gradient_where_there_are_no_logits(self) -> None:
-        one = pipeline(2, 8, gated=1, dummy_gradients=0, tp=2)
-        assert transient_bytes(one, first_stage(one)) == 2 * 2048 * 2 * 4096 / 2
-
-    def test_placeholders_of_experts_are_shared(self) -> None:
-        one = case(**EXPERTS, ep=2, dp=2)
-        dense = 4 * 1024**2 + 3 * 1024 * 512 + 8 * 1024 + 2 * 2 * 1024
-        single = 3 * 1024 * 2048
-        found = transient_bytes(one, first_stage(one))
-        assert found == 2 * (dense + single)
-
-    def test_zero_3_gathers_two_whole_layers(self) -> None:
-        one = case(**EXPERTS, zero=3, dp=2)
-        dense = 4 * 1024**2 + 3 * 1024 * 512 + 8 * 1024 + 2 * 2 * 1024
-        found = transient_bytes(one, first_stage(one))
-        assert found == 2 * 2 * (dense + 8 * 3 * 1024 * 2048)
 
     def test_slack_is_the_allocators_and_context_is_outside(self) -> None:
         one, more = case(), case(slack=1.25, context_bytes=3e9)
