@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.judge.attempts import marks_of
 from hpctrain.judge.causes import SCHEDULER_CAUSES, Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.records.ledger import Event, EventKind, Ledger
@@ -26,7 +27,6 @@ from hpctrain.records.service_records import (
     ServiceEventKind,
     ServiceState,
 )
-from hpctrain.runs.goodput import marks_of
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.telemetry.goodput import with_work
 from hpctrain.telemetry.timeline import Timeline, timeline

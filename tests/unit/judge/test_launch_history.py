@@ -17,10 +17,10 @@ from hpctrain.judge.launch_history import (
     pending_rollback,
     pinned_steps,
 )
+from hpctrain.judge.policy_preview import budgets, preview_policy
 from hpctrain.judge.silence_limits import StallLimits
 from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import Phase
-from hpctrain.runs.why import budgets, preview_policy
 
 
 def event(kind: str, time: float = 0.0, **fields: object) -> Event:
