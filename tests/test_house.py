@@ -201,19 +201,20 @@ BEFORE_A_PLAN = {
 }
 
 # Who decides in what state a run is, and who asks the same of something else.
+# Who compares kinds of events, states of jobs, causes and actions; what all others show they ask.
 JUDGES = {
-    "judge/": "from the evidence of a launch to its cause, and to what follows",
+    "judge/": "from the evidence of a launch to its cause, and what a ledger means",
     "supervise/": "acts in the job, and reads what it has decided itself",
-    "runs/state.py": "it is the place",
-    "runs/control.py": "a job that ends already needs no scancel",
-    "runs/watch_rules.py": "tells apart how Slurm has ended a job",
-    "notify/": "words for each end",
-    "serve/": "replicas, which have a life of their own",
-    "simulate/": "plays what the policy has decided",
+    "runs/state.py": "the state of a run",
+    "runs/watch_rules.py": "what is wrong with a run that no supervisor looks after",
+    "records/": "reads which jobs and checkpoints a ledger names",
     "slurm/": "what Slurm calls the states of jobs",
+    "simulate/": "plays what the policy has decided",
+    "notify/notices.py": "which event is told to people, and in which words",
+    "runs/describe.py": "how each request of a person was answered",
+    "serve/": "replicas, which have a life of their own",
 }
-DECISIVE = ("ActionKind.STOP", "ActionKind.HOLD", "ActionKind.FINISH", "Cause.CANCELLED")
-DECISIVE = (*DECISIVE, "Cause.YIELDED", "Cause.DONE", "JobState.")
+JUDGED = ("JobState.", "EventKind.", "Cause.", "ActionKind.")
 
 # Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
@@ -498,18 +499,23 @@ def test_time_comes_from_one_clock() -> None:
     assert needed == {*OWN_TIME}, "not all of them have a time of their own any more"
 
 
-def test_one_module_decides_in_what_state_a_run_is() -> None:
-    """By comparing what ends a run, or putting it into a set to compare with."""
+def test_only_judges_compare_what_a_run_has_recorded() -> None:
+    """One by one, or in a set to compare with; a mapping to words decides nothing."""
     found, needed = [], set()
     for path, tree in trees().items():
         judge = next((one for one in JUDGES if name(path).startswith(one)), None)
         for node in nodes(tree):
-            if isinstance(node, (ast.Compare, ast.Tuple, ast.Set, ast.List)):
-                parts = [dotted(one) for one in ast.walk(node) if isinstance(one, ast.Attribute)]
-                if any(part.startswith(DECISIVE) for part in parts):
-                    needed.add(judge)
-                    found += [where(path, node)] if judge is None else []
-    assert not found, f"ask `hpctrain.runs.state`, or `ObservedRun` in `runs/status.py`: {found}"
+            parts: list[ast.expr] = []
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Tuple | ast.Set | ast.List):
+                parts = node.elts
+            elif isinstance(node, ast.MatchValue):
+                parts = [node.value]
+            if any(dotted(part).startswith(JUDGED) for part in parts):
+                needed.add(judge)
+                found += [where(path, node)] if judge is None else []
+    assert not found, f"ask `hpctrain.runs.state` or `hpctrain.judge.attempts`: {found}"
     assert needed == {*JUDGES}, "not all of them decide anything any more"
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.engines.trainer import TrainerSettings, is_trainer, trainer_settings_of
+from hpctrain.judge.attempts import launch_starts
 from hpctrain.plan.forecast.documents import RunFacts, TrainerSaves
 from hpctrain.plan.job import TrainerJob
 from hpctrain.records.find import RunFiles, all_runs, find_run
-from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import SaveRecord, read_saves
 from hpctrain.records.step_times import StepTime, read_step_times
 from hpctrain.spec.document import Document
@@ -182,8 +182,8 @@ def _measured(run: RunFiles, job: TrainerJob) -> KnownPace | None:
 
 def _start_seconds(run: RunFiles, epoch: int, first: StepTime, step_seconds: float) -> float | None:
     """Return the seconds from the start of a launch to its first step; None if not recorded."""
-    for event in run.ledger.events():
-        if event.event is EventKind.LAUNCH_STARTED and event.epoch == epoch:
+    for event in launch_starts(run.ledger.events()):
+        if event.epoch == epoch:
             steps = first.step - (event.resume_step or 0)
             return max(0.0, first.time - event.time - steps * step_seconds)
     return None

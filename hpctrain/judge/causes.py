@@ -110,6 +110,8 @@ FINAL_CAUSES = frozenset(
         Cause.YIELDED,
     }
 )
+# The checkpoints that there are cannot be used, or one of them.
+CHECKPOINT_CAUSES = frozenset({Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED})
 # What happens to the replicas of a service only, and what to runs that train only.
 _SERVING_CAUSES = frozenset({Cause.WEIGHTS, Cause.ENGINE_EXIT})
 _TRAINING_CAUSES = frozenset(

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
+from hpctrain.judge.attempts import ends, launch_ends
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import History
 from hpctrain.records.ledger import Event, EventKind
 
 _NUMERICS = frozenset({Cause.DIVERGED, Cause.SUSPECT_NUMERICS})
 _MOST_PINNED = 2
-_ENDS = frozenset({EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST})
+_ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 
 
 def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
@@ -68,13 +69,13 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
         if event.event in _ENDS and event.cause:
             by_cause[event.cause] += 1
             prints.append(event.fingerprint or "")
-    ends = [event for event in events if event.event in _ENDS]
-    since = ends[-1].time - window_seconds if ends else 0.0
-    recent = (event for event in ends if event.cause in FAILURE_CAUSES and event.time >= since)
+    ended = ends(events)
+    since = ended[-1].time - window_seconds if ended else 0.0
+    recent = (event for event in ended if event.cause in FAILURE_CAUSES and event.time >= since)
     same = takewhile(lambda one: one and one == prints[-1], reversed(prints))
     # Earlier anomalies of numerics at the step of the last one, over the whole run.
-    last_step = ends[-1].failed_step if ends and ends[-1].cause in _NUMERICS else None
-    anomalies = [e for e in ends[:-1] if e.cause in _NUMERICS and e.failed_step == last_step]
+    last_step = ended[-1].failed_step if ended and ended[-1].cause in _NUMERICS else None
+    anomalies = [e for e in ended[:-1] if e.cause in _NUMERICS and e.failed_step == last_step]
     return History(
         failures_without_progress=sum(by_cause[cause] for cause in FAILURE_CAUSES),
         time_limits_without_progress=by_cause[Cause.TIME_LIMIT],
@@ -116,10 +117,8 @@ def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
     """
     steps = [
         event.checkpoint_step
-        for event in events
-        if event.event is EventKind.LAUNCH_ENDED
-        and event.cause in _NUMERICS
-        and event.checkpoint_step
+        for event in launch_ends(events)
+        if event.cause in _NUMERICS and event.checkpoint_step
     ]
     pinned = tuple(dict.fromkeys(steps))[-_MOST_PINNED:]
     loaded = loaded_instead(events)
@@ -166,10 +165,10 @@ def _failed_loads(events: Sequence[Event]) -> int:
 
     Counted since that checkpoint was last rejected, or since a person resumed the run.
     """
-    ends = [event for event in events if event.event in _ENDS]
-    if not ends or ends[-1].cause != Cause.LOAD_FAILED:
+    ended = ends(events)
+    if not ended or ended[-1].cause != Cause.LOAD_FAILED:
         return 0
-    step, count = ends[-1].resume_step, 0
+    step, count = ended[-1].resume_step, 0
     for event in events:
         rejected = event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step == step
         if rejected or (event.event is EventKind.CONTROL and event.action == "resume"):

@@ -17,7 +17,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.base.units import short_duration
-from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
+from hpctrain.judge.causes import (
+    CHECKPOINT_CAUSES,
+    FAILURE_CAUSES,
+    FINAL_CAUSES,
+    SCHEDULER_CAUSES,
+    Cause,
+)
 from hpctrain.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.records.supervise_config import SuperviseConfig
 
@@ -337,7 +343,7 @@ TRIES_PER_CHECKPOINT = 2
 def _about_checkpoint(verdict: Verdict, history: History, situation: Situation) -> Action | None:
     """Decide whether to reject a checkpoint or stop the run; None leaves it to the other rules."""
     step = verdict.checkpoint_step
-    if step is None or verdict.cause not in (Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED):
+    if step is None or verdict.cause not in CHECKPOINT_CAUSES:
         return None
     proven = verdict.cause is Cause.BAD_CHECKPOINT
     if not proven and history.failed_loads < TRIES_PER_CHECKPOINT:

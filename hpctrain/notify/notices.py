@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hpctrain.judge.attempts import ended_on_request
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.records.ledger import Event, EventKind
@@ -125,7 +126,9 @@ class _Past:
                 self.checkpoint_step = event.checkpoint_step
         elif event.event is EventKind.LAUNCH_STARTED and event.resume_step is not None:
             self.step = event.resume_step
-        elif event.event is EventKind.CANCELLED or event.action == ActionKind.STOP:
+        elif event.event is EventKind.CANCELLED or (
+            event.event is EventKind.ACTION and event.action == ActionKind.STOP
+        ):
             self.stopped = True
 
 
@@ -176,11 +179,8 @@ def _kinds_of_action(event: Event, past: _Past) -> Iterator[NoticeKind]:
     elif event.action == ActionKind.STOP:
         # Slurm may start a stopped job again, which then stops with the same reason.
         if not past.stopped:
-            requested = event.exit_code in (None, 0) or event.cause in (
-                Cause.CANCELLED,
-                Cause.YIELDED,
-            )
-            yield NoticeKind.STOPPED if requested else NoticeKind.FAILED
+            cause = event.cause or (past.end.cause if past.end is not None else None)
+            yield NoticeKind.STOPPED if ended_on_request(event, cause) else NoticeKind.FAILED
     elif event.action == ActionKind.HOLD:
         yield NoticeKind.HELD
     elif event.action == ActionKind.LEAVE and event.exit_code:

@@ -21,13 +21,14 @@ from hpctrain.base.formats import NewerFormatError
 from hpctrain.diagnose.facts import fullest_of_stages, stage_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.job.prepare import load_any_inputs
+from hpctrain.judge.attempts import ends, launch_starts
 from hpctrain.judge.launch_history import history
+from hpctrain.judge.policy_preview import budgets
 from hpctrain.observe.samples import Sample, Samples
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import gpu_price
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of
-from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import (
     Progress,
     RankTimes,
@@ -41,7 +42,6 @@ from hpctrain.runs.goodput import goodput, gpus_held
 from hpctrain.runs.run_documents import AnyPlan, known_any_plan, known_train_config
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import ObservedRun
-from hpctrain.runs.why import budgets
 from hpctrain.slurm.parse import expand_hosts
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -51,7 +51,6 @@ from hpctrain.telemetry.goodput import OF_STEPS, Goodput
 # More rows than steps between two evaluations are not looked through for the newest one.
 _RECENT_STEPS = 200
 _SAVES_FOR_INTERVAL = 4
-_ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _UNKNOWN_CAUSE = "unknown"
 
 
@@ -233,13 +232,12 @@ def _collected(
         out.put("disk_free_bytes", found.f_bavail * found.f_frsize)
 
     # -- attempts, and how they have ended
-    kinds = Counter(event.event for event in events)
-    out.put("attempts", kinds[EventKind.ATTEMPT_STARTED])
-    out.put("launches", kinds[EventKind.LAUNCH_STARTED])
-    ends = [event for event in events if event.event in _ENDS]
-    counts = Counter(event.cause or _UNKNOWN_CAUSE for event in ends)
+    out.put("attempts", row.attempts)
+    out.put("launches", len(launch_starts(events)))
+    ended = ends(events)
+    counts = Counter(event.cause or _UNKNOWN_CAUSE for event in ended)
     out.put_each("launch_ends", "cause", counts)
-    last = {event.cause or _UNKNOWN_CAUSE: event.time for event in ends}
+    last = {event.cause or _UNKNOWN_CAUSE: event.time for event in ended}
     out.put_each("last_end_timestamp_seconds", "cause", last)
     if config is not None:
         for budget in budgets(history(events, config.storm_window_seconds), config):
@@ -272,9 +270,7 @@ def _collected(
         out.put("pending_seconds", max(0.0, now - job.submit_time))
 
     # -- who looks after it
-    signs = [event.time for event in events if event.event is not EventKind.WATCH]
-    signs += [progress.time] if progress is not None else []
-    out.put("supervisor_timestamp_seconds", max(signs, default=None))
+    out.put("supervisor_timestamp_seconds", observed.newest_sign_time)
     return out.samples
 
 

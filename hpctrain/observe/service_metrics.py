@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError
+from hpctrain.judge.attempts import starts
 from hpctrain.observe.families import DRAIN_RESULTS, PHASES
 from hpctrain.observe.samples import Sample, Samples
 from hpctrain.plan.job import gpu_price
-from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ReplicaName
 from hpctrain.records.service_records import Endpoint, ServiceState, Traffic
@@ -288,7 +288,7 @@ class ServiceMetrics:
                 spent = _Spent(
                     life=life,
                     held_seconds=seconds(sum(one.end - one.start for one in held)),
-                    starts=sum(one.event is EventKind.ATTEMPT_STARTED for one in job.events),
+                    starts=len(starts(job.events)),
                     is_held=life.over_since is None and bool(cut) and cut[-1].category in OCCUPYING,
                 )
                 if life.over_since is not None and now - life.over_since > _OVER_SECONDS:

@@ -23,6 +23,8 @@ _SUBMISSION = (
     EventKind.ADOPTED,
     EventKind.SUBMIT_FAILED,
 )
+# Of those of a supervisor, after which no job trains the run further.
+_LAST_ACTIONS = ("stop", "finish")
 _CANCELS = (EventKind.CANCEL_REQUESTED, EventKind.CANCEL_FAILED, EventKind.CANCELLED)
 
 
@@ -68,10 +70,14 @@ def generation(events: Sequence[Event]) -> list[Event]:
     return [] if begin is None else list(events[begin:])
 
 
+def recorded(events: Sequence[Event]) -> list[Event]:
+    """The events by which jobs became known: submitted by a client, or found."""
+    return [event for event in events if event.event in _RECORDED]
+
+
 def submitted_ids(events: Sequence[Event]) -> list[int]:
     """The ids of recorded jobs, oldest first; of an array the one id of the whole."""
-    found = (event.job_id for event in events if event.event in _RECORDED)
-    return [job_id for job_id in found if job_id is not None]
+    return [event.job_id for event in recorded(events) if event.job_id is not None]
 
 
 def started_ids(events: Sequence[Event]) -> list[int]:
@@ -125,6 +131,16 @@ def being_submitted(events: Sequence[Event]) -> bool:
     return last is not None and last.event is EventKind.SUBMITTING
 
 
+def ever_submitting(events: Sequence[Event]) -> bool:
+    """Whether a client has called sbatch for it, whatever came of that."""
+    return any(event.event is EventKind.SUBMITTING for event in events)
+
+
+def refusals(events: Sequence[Event]) -> list[Event]:
+    """The submissions that failed."""
+    return [event for event in events if event.event is EventKind.SUBMIT_FAILED]
+
+
 def last_submission(events: Sequence[Event]) -> Event | None:
     """The newest event of a submission: it begins, it has a job, or it failed."""
     return next((event for event in reversed(events) if event.event in _SUBMISSION), None)
@@ -143,6 +159,18 @@ def cancel_confirmed(events: Sequence[Event]) -> bool:
 def _last_cancel(events: Sequence[Event]) -> EventKind | None:
     cancels = [event.event for event in generation(events) if event.event in _CANCELS]
     return cancels[-1] if cancels else None
+
+
+def nothing_follows(events: Sequence[Event]) -> bool:
+    """Whether the run is cancelled, stopped or finished, by the word of its own supervisor."""
+    if cancel_requested(events):
+        return True
+    for event in reversed(events):
+        if event.event in (EventKind.ATTEMPT_STARTED, EventKind.SUBMITTED):
+            return False
+        if event.event is EventKind.ACTION:
+            return event.action in _LAST_ACTIONS
+    return False
 
 
 def awaited_run(events: Sequence[Event]) -> str | None:

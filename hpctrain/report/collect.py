@@ -21,7 +21,7 @@ from hpctrain.diagnose.of_run import Diagnosis, diagnose
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.find import RunFiles
-from hpctrain.records.jobs import cluster_of
+from hpctrain.records.jobs import cluster_of, submitted_ids
 from hpctrain.records.kept_code import read_kept_script
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
@@ -51,7 +51,7 @@ from hpctrain.runs.goodput import goodput, read_history
 from hpctrain.runs.log_errors import LaunchErrors, launch_errors
 from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.runs.state import RunState
-from hpctrain.runs.status import RunStatus, statuses
+from hpctrain.runs.status import ObservedRun, RunStatus, observe
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_any_run_spec
 from hpctrain.telemetry.goodput import Goodput
@@ -87,8 +87,7 @@ def script_versions(layout: RunLayout, events: Sequence[Event]) -> tuple[ScriptV
     used: list[tuple[str, tuple[int, ...]]] = []
     named = [event for event in events if event.script_sha256 is not None]
     for sha256, group in itertools.groupby(named, lambda event: str(event.script_sha256)):
-        submitted = [event for event in group if event.event is EventKind.SUBMITTED]
-        used.append((sha256, tuple(one.job_id for one in submitted if one.job_id is not None)))
+        used.append((sha256, tuple(submitted_ids(list(group)))))
     if not used or used[-1][0] != digest:
         used.append((digest, ()))
     versions: list[ScriptVersion] = []
@@ -188,18 +187,10 @@ def collect_reports(
     Raises UsageError for a run that cannot be read at all.
     """
     now = clock.now() if now is None else now
-    rows = statuses(runs, slurm)
+    observed = observe(runs, slurm)
     for run in runs:
         run.refuse_unreadable()
-    if slurm is None:
-        reason = "Slurm was not asked"
-        rows = [
-            row.model_copy(update={"reason": reason})
-            if row.state is RunState.UNKNOWN and row.readable
-            else row
-            for row in rows
-        ]
-    return tuple(_collected(run, row, now) for run, row in zip(runs, rows, strict=True))
+    return tuple(_collected(one, now, asked=slurm is not None) for one in observed)
 
 
 class PartReader:
@@ -218,9 +209,13 @@ class PartReader:
             return None
 
 
-def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
+def _collected(observed: ObservedRun, now: float, *, asked: bool) -> RunReport:
+    run, row, events = observed.run, observed.row, observed.events
     layout, parts = run.layout, PartReader()
-    events = parts.read("ledger", run.ledger.events) or []
+    if not row.readable:  # perhaps for another of its files
+        events = parts.read("ledger", run.ledger.events) or []
+    elif row.state is RunState.UNKNOWN and not asked:
+        row = row.model_copy(update={"reason": "Slurm was not asked"})
     any_plan = parts.read("plan", lambda: known_any_plan(layout))
     trainer = any_plan if isinstance(any_plan, TrainerPlan) else None
     plan = any_plan if isinstance(any_plan, Plan) else None
@@ -229,7 +224,7 @@ def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
     spec = parts.read("spec", lambda: load_any_run_spec(layout.spec).document)
     update: dict[str, Any] = {}
     rows = parts.read("time", lambda: read_metrics(layout))
-    history = parts.read("time", lambda: read_history(run, now, rows))
+    history = parts.read("time", lambda: read_history(run, now, rows, events))
     if rows is not None and history is not None:
         counted = lineage(rows)
         update["goodput"] = parts.read("time", lambda: goodput(run, now, history))
@@ -252,7 +247,7 @@ def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
         spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else {},
         plan=plan,
         trainer=trainer,
-        story=parts.read("story", lambda: describe(run)),
+        story=parts.read("story", lambda: describe(run, events)),
         window=window_of(times, plan) if times else None,
         messages=messages_of(measured, plan) if measured else None,
         checkpoints=parts.read("checkpoints", lambda: report_checkpoints(run, now=now)),

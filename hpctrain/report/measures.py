@@ -14,8 +14,9 @@ from statistics import fmean, median
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.diagnose.facts import fullest_of_stages
+from hpctrain.judge.attempts import starts
 from hpctrain.plan.documents import Plan
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import CommunicationRecord, RankTimes, StepMetrics
 from hpctrain.telemetry.rates import median_known
 from hpctrain.telemetry.thinning import Point, averaged, coarse_segments, thinned
@@ -201,15 +202,11 @@ def spans_of(timeline: Timeline, events: Sequence[Event]) -> tuple[Span, ...]:
     segments = coarse_segments(timeline.segments)
     if not segments:
         return ()
-    starts = [
-        round((event.time - seconds(segments[0].start)) * 1e6)
-        for event in events
-        if event.event is EventKind.ATTEMPT_STARTED
-    ]
+    begun = [round((event.time - seconds(segments[0].start)) * 1e6) for event in starts(events)]
     spans = []
     for segment in segments:
         begin = segment.start - segments[0].start
-        started = sum(start <= begin for start in starts)
+        started = sum(start <= begin for start in begun)
         if segment.category is Category.QUEUEING:
             started += 1
         spans.append(

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, NoSuchRunError, UsageError
+from hpctrain.judge.attempts import marks_of
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import GpuPrice, gpu_price
 from hpctrain.records.find import RunFiles, all_runs, all_services
@@ -37,7 +38,7 @@ from hpctrain.report.team_tally import (
     causes_of,
     total,
 )
-from hpctrain.runs.goodput import gpus_held, marks_of, quiet_seconds_of
+from hpctrain.runs.goodput import gpus_held, quiet_seconds_of
 from hpctrain.runs.run_documents import known_any_plan, reports_steps
 from hpctrain.runs.state import waits_for_person
 from hpctrain.serve.replica_lives import held_timeline, job_records, replica_life

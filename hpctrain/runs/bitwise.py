@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.judge.attempts import launch_ends
 from hpctrain.records.find import RunFiles
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import StepMetrics, lineage, read_metrics
 
 
@@ -59,7 +60,7 @@ def compare_runs(reference: RunFiles, run: RunFiles) -> BitwiseComparison:
 
 
 def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[LaunchSummary]:
-    ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
+    ends = {event.epoch: event for event in launch_ends(events)}
     summaries = []
     for number, epoch in enumerate(sorted({row.epoch for row in rows}), 1):
         mine = [row for row in rows if row.epoch == epoch]

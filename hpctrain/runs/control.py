@@ -32,7 +32,8 @@ from hpctrain.job.data_records import record_data
 from hpctrain.job.job_queries import jobs_of, record_found, slurm_of
 from hpctrain.job.job_submission import resubmit
 from hpctrain.job.kept_code import keep_checkout_changes, keep_code
-from hpctrain.judge.causes import Cause
+from hpctrain.judge.attempts import ENDS_RUN, launch_ends, standing_action
+from hpctrain.judge.causes import CHECKPOINT_CAUSES
 from hpctrain.judge.documents import ActionKind
 from hpctrain.judge.launch_history import pending_rejections
 from hpctrain.plan.documents import Plan
@@ -40,6 +41,7 @@ from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.data_identity import compare, read_identity
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import submitted_ids
 from hpctrain.records.kept_code import current_archive, parse_archive_name
 from hpctrain.records.known_steps import known_steps
 from hpctrain.records.layout import RunLayout
@@ -58,11 +60,10 @@ from hpctrain.records.requests import (
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.runs.run_documents import known_any_plan
-from hpctrain.runs.state import ENDS_RUN, RunState, standing_action
+from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
 from hpctrain.slurm.client import Backoff, SlurmClient
 from hpctrain.slurm.records import JobRecord
-from hpctrain.slurm.states import JobState
 from hpctrain.spec.engines.registry import abilities_of
 
 # A checkpoint takes seconds to minutes; squeue(1), PERFORMANCE: no queries in a tight loop.
@@ -312,7 +313,7 @@ def resume(
     note(run, "resume", reason, queue.job_id)
     take_back(run.layout)
     if not queue.jobs:
-        again = any(event.event is EventKind.SUBMITTED for event in run.ledger.events())
+        again = bool(submitted_ids(run.ledger.events()))
         submitted = resubmit(run, slurm)
         verb = "resubmitted" if again else "submitted"
         message = f"{verb} run {_name(run)} as job {submitted.job_id}"
@@ -450,10 +451,6 @@ def _over(run: RunFiles, slurm: SlurmClient, verb: str) -> UsageError:
 # -- Records what a person accepts when a run resumes: a start at step 0, or changed data -------
 
 
-# After these causes the remaining checkpoints are of no use.
-_OF_CHECKPOINTS = frozenset({Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED})
-
-
 @dataclass(frozen=True)
 class Acceptance:
     """What a person accepts with `hpctrain resume`."""
@@ -489,8 +486,8 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
         root.mkdir(mode=0o700)
     given_up = pending_rejections(events)
     good = [one.step for one in checkpoints(root) if one.good and one.step not in given_up]
-    ends = [event for event in events if event.event is EventKind.LAUNCH_ENDED]
-    if good and not (ends and ends[-1].cause in _OF_CHECKPOINTS):
+    ended = launch_ends(events)
+    if good and not (ended and ended[-1].cause in CHECKPOINT_CAUSES):
         raise UsageError(
             f"run `{run.run_id}` has a good checkpoint of step {good[0]:,}",
             hint=f"`{run.command('resume')}` continues from it; a new run starts at step 0",
@@ -624,7 +621,7 @@ def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
             hint=f"try again, or `{run.command('stop')}`: the run itself follows that",
         )
     record_found(run, found)
-    return [job for job in found.live if job.state is not JobState.COMPLETING or job.requeue]
+    return [job for job in found.live if not job.state.is_ending or job.requeue]
 
 
 def _withdraw(
@@ -655,7 +652,7 @@ def _wait_for_end(run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...])
     deadline, pauses = clock.monotonic() + _CONFIRM_SECONDS, Backoff()
     while True:
         found = jobs_of(run, slurm)
-        going = [job for job in found.live if job.state is not JobState.COMPLETING]
+        going = [job for job in found.live if not job.state.is_ending]
         if (found.answered and not going) or clock.monotonic() >= deadline:
             return tuple(job.job_id for job in going) if found.answered else asked_for
         clock.sleep(pauses.next_seconds())

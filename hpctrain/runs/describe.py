@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.judge.attempts import ENDS_RUN, Attempt, attempts, signals
 from hpctrain.page.text import facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import SiteAnswer, site_answer
@@ -27,7 +28,7 @@ from hpctrain.records.tracking import tracking_commands
 from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_lines, evaluation_rows
 from hpctrain.runs.notify import NoticeState, notice_lines, notice_states
 from hpctrain.runs.run_documents import known_any_plan, reports_steps
-from hpctrain.runs.state import ENDS_RUN, RunState, judge_without_slurm
+from hpctrain.runs.state import RunState, judge_without_slurm
 
 # What a person has accepted or removed, as words of the command line.
 _DONE_AT_ONCE = {
@@ -127,14 +128,15 @@ class RunStory(EvaluatedDocument):
     tracking: tuple[str, ...] = ()
 
 
-def describe(run: RunFiles) -> RunStory:
-    """Describe the run's history; reads the run directory only."""
+def describe(run: RunFiles, events: Sequence[Event] | None = None) -> RunStory:
+    """Describe the run's history; reads the run directory only.
+
+    `events`: its ledger, where it has been read already.
+    """
     found = checkpoints(run.layout.checkpoints)
-    events, done = run.ledger.events(), run.layout.done.exists()
+    events, done = run.ledger.events() if events is None else events, run.layout.done.exists()
     judged = judge_without_slurm(events, done=done)
-    starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
     checks, software = read_speed_checks(run.layout), read_software(run.layout)
-    ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
     reported = reports_steps(known_any_plan(run.layout))
     return RunStory(
         run_id=run.run_id,
@@ -144,10 +146,7 @@ def describe(run: RunFiles) -> RunStory:
         state=None if judged.state is RunState.UNKNOWN else judged.state,
         reason=judged.reason or None if judged.state is not RunState.UNKNOWN else None,
         answer=site_answer(events),
-        attempts=tuple(
-            _attempt(events[start:end], events[end:], reported=reported)
-            for start, end in zip(starts, ends, strict=False)
-        ),
+        attempts=tuple(_attempt(one, reported=reported) for one in attempts(events)),
         checkpoints=tuple(
             CheckpointStory(
                 step=item.step,
@@ -182,37 +181,19 @@ def software_changes(records: Sequence[SoftwareRecord]) -> Iterator[SoftwareChan
             yield SoftwareChange(epoch=epoch, changes=tuple(found))
 
 
-def _attempt(events: list[Event], later: list[Event], *, reported: bool) -> AttemptStory:
-    """Describe one attempt; the end of a lost one is recorded when a later attempt starts.
-
-    A supervisor that outlives its attempt still writes after the next one has begun.
-    """
-    start = events[0]
-    about_no_attempt = (EventKind.SUBMITTED, EventKind.ADOPTED)
-    events = [
-        event
-        for event in events
-        if event.job_id is None or event.event in about_no_attempt or event.attempt == start.attempt
-    ]
+def _attempt(attempt: Attempt, *, reported: bool) -> AttemptStory:
+    """Describe one attempt; `reported`: its trainer tells its steps."""
+    start, events, newest, last = attempt.start, attempt.events, attempt.newest, attempt.last
     first = {event.event: event for event in reversed(events)}
-    newest = {event.event: event for event in events}
-    lost = (
-        event
-        for event in (*events, *later)
-        if event.event is EventKind.ATTEMPT_LOST and event.attempt == start.attempt
-    )
-    last = newest.get(EventKind.ACTION) or next(lost, None)
     placed = newest.get(EventKind.PLACED)
     untracked = first.get(EventKind.TRACKING_FAILED)
     unexported = first.get(EventKind.METRICS_FAILED)
     timed = newest.get(EventKind.STOP_TIMED)
-    ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
-    for begin in events:
-        if begin.event is not EventKind.LAUNCH_STARTED or begin.epoch is None:
-            continue
+    for one in attempt.launches:
+        begin, end = one.start, one.end
         launch: dict[str, object] = {"epoch": begin.epoch, "resume_step": begin.resume_step}
-        if (end := ends.get(begin.epoch)) is not None:
+        if end is not None:
             launch = {**vars(end), **launch, "seconds": end.time - begin.time}
             if not reported:
                 launch["last_step"] = None
@@ -223,7 +204,7 @@ def _attempt(events: list[Event], later: list[Event], *, reported: bool) -> Atte
         nodes=start.nodes,
         start_time=start.time,
         launches=tuple(launches),
-        signals=tuple(e.signal or "" for e in events if e.event is EventKind.SIGNAL),
+        signals=tuple(one.signal or "" for one in signals(events)),
         stop_time=timed.reason if timed else None,
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,

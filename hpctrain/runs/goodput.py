@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from hpctrain.base import clock
 from hpctrain.base.units import short_duration
-from hpctrain.judge.causes import FAILURE_CAUSES, Cause
-from hpctrain.judge.documents import ActionKind
+from hpctrain.judge.attempts import marks_of
 from hpctrain.page.words import counted
 from hpctrain.records.find import RunFiles
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import (
     DoneMarker,
     SaveRecord,
@@ -28,28 +27,8 @@ from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_c
 from hpctrain.runs.run_documents import AnyPlan, known_any_plan, reports_steps
 from hpctrain.runs.state import waits_for_person
 from hpctrain.telemetry.goodput import OF_STEPS, Goodput, LossByCause, account
-from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, TrainedStep, timeline
+from hpctrain.telemetry.timeline import Timeline, TrainedStep, timeline
 
-_KINDS = {
-    EventKind.SUBMITTED: MarkKind.SUBMITTED,
-    EventKind.ADOPTED: MarkKind.SUBMITTED,
-    EventKind.ATTEMPT_STARTED: MarkKind.ATTEMPT_STARTED,
-    EventKind.ATTEMPT_LOST: MarkKind.ATTEMPT_LOST,
-    EventKind.LAUNCH_STARTED: MarkKind.LAUNCH_STARTED,
-    EventKind.LAUNCH_ENDED: MarkKind.LAUNCH_ENDED,
-    EventKind.CANCEL_REQUESTED: MarkKind.CANCELLED,
-    EventKind.CANCELLED: MarkKind.CANCELLED,
-}
-# A job that leaves a chain is followed by the next job of the chain, which waits in the queue.
-_ACTIONS = {
-    ActionKind.RELAUNCH: MarkKind.RELAUNCHING,
-    ActionKind.REQUEUE: MarkKind.QUEUED,
-    ActionKind.LEAVE: MarkKind.QUEUED,
-    ActionKind.STOP: MarkKind.STOPPED,
-    ActionKind.HOLD: MarkKind.STOPPED,
-    ActionKind.FINISH: MarkKind.FINISHED,
-}
-_FAILURES = FAILURE_CAUSES | {Cause.SUPERVISOR_LOST}
 _QUIET_SECONDS = 1800.0
 
 
@@ -89,30 +68,6 @@ def read_history(
     )
     over = waits_for_person(events, done=layout.done.exists())
     return History(steps[-1].step if steps else 0, saves, cut, over)
-
-
-def marks_of(events: Sequence[Event]) -> list[Mark]:
-    """List the events of a ledger that change the category of time."""
-    marks = []
-    for event in events:
-        kind = _KINDS.get(event.event)
-        if event.event is EventKind.ACTION and event.action in tuple(ActionKind):
-            kind = _ACTIONS[ActionKind(event.action)]
-        if kind is not None:
-            failure = event.cause in _FAILURES
-            resumed = event.resume_step if kind is MarkKind.LAUNCH_STARTED else None
-            marks.append(
-                Mark(
-                    kind,
-                    event.time,
-                    event.attempt,
-                    event.epoch,
-                    event.cause,
-                    failure,
-                    resumed,
-                )
-            )
-    return marks
 
 
 def quiet_seconds_of(config: SuperviseConfig | None) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import UsageError
+from hpctrain.judge.attempts import launch_starts
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.judge.documents import LogFinding
 from hpctrain.judge.odd_stacks import ranges
@@ -19,7 +20,6 @@ from hpctrain.page.output import coloured
 from hpctrain.page.text import paragraph
 from hpctrain.records.exit_records import read_exit_records
 from hpctrain.records.find import RunFiles
-from hpctrain.records.ledger import EventKind
 from hpctrain.records.old_launches import ATTEMPT_NAME
 from hpctrain.records.run_records import ExitRecord
 from hpctrain.runs.logs import attempt_directories
@@ -96,10 +96,8 @@ def _newest_epoch(run: RunFiles, name: str) -> int | None:
     attempt = (int(match["job"]), int(match["restart"]))
     epochs = [
         event.epoch
-        for event in run.ledger.events()
-        if event.event is EventKind.LAUNCH_STARTED
-        and event.attempt == attempt
-        and event.epoch is not None
+        for event in launch_starts(run.ledger.events())
+        if event.attempt == attempt and event.epoch is not None
     ]
     return max(epochs, default=None)
 

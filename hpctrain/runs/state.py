@@ -10,6 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hpctrain.judge.attempts import (
+    actions,
+    ended_on_request,
+    launch_ends,
+    standing_action,
+    starts,
+)
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.judge.job_end import SETUP_EXIT_CODE
@@ -18,8 +25,10 @@ from hpctrain.records.jobs import (
     being_submitted,
     cancel_confirmed,
     cancel_requested,
+    ever_submitting,
     generation,
     last_submission,
+    refusals,
     started_ids,
     submitted_ids,
     was_put_back,
@@ -33,12 +42,6 @@ from hpctrain.slurm.states import JobState
 # slurmd's error 4021 (it could not open the log of the batch script) is kept as if it were a wait
 # status, where it reads as signal 53; seen with 22.05.8 and 24.11.5.
 _NO_LOG_SIGNAL = 53
-
-
-# After these actions nothing follows until a person asks for it.
-ENDS_RUN = frozenset({ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH})
-# After these the job leaves its nodes.
-ENDS_ATTEMPT = ENDS_RUN | {ActionKind.REQUEUE, ActionKind.LEAVE}
 
 
 class RunState(StrEnum):
@@ -104,6 +107,8 @@ def judge(events: Sequence[Event], jobs: RunJobs, *, done: bool) -> Judged:
         return unknown
     if cancel_requested(events):
         return Judged(RunState.CANCELLED, "by its user")
+    if cancelled_in_slurm(events, jobs.jobs) is not None:
+        return Judged(RunState.CANCELLED, "cancelled in Slurm")
     return _after_the_queue(events, queued)
 
 
@@ -113,10 +118,9 @@ def judge_without_slurm(events: Sequence[Event], *, done: bool) -> Judged:
 
 
 def _without_job(events: Sequence[Event]) -> Judged:
-    failures = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
-    if failures:
+    if failures := refusals(events):
         return Judged(RunState.NOT_SUBMITTED, failures[-1].reason or "")
-    if any(event.event is EventKind.SUBMITTING for event in events):
+    if ever_submitting(events):
         reason = "the run directory was made, but sbatch did not finish"
         return Judged(RunState.NOT_SUBMITTED, reason)
     return Judged(RunState.PREPARED, "`hpctrain resume` submits it, or sbatch by hand")
@@ -164,23 +168,13 @@ def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     recent, awaited = generation(events)[1:], awaited_run(events)
     if awaited is not None and was_put_back(events):
         reason = f"run `{awaited}` has to be done first; {reason}"
-    elif any(event.event is EventKind.ACTION for event in recent):
-        starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
-        same = not starts or job.belongs_to({starts[-1].job_id or 0})
-        causes = [e.cause for e in events if e.event is EventKind.LAUNCH_ENDED and e.cause]
+    elif actions(recent):
+        begun = starts(recent)
+        same = not begun or job.belongs_to({begun[-1].job_id or 0})
+        causes = [end.cause for end in launch_ends(events) if end.cause]
         cause = causes[-1].replace("_", " ") if causes else "cause unknown"
         reason = f"{'requeued' if same else 'next job'}: {cause}; {reason}"
     return Judged(RunState.PENDING, reason)
-
-
-def standing_action(events: Sequence[Event]) -> Event | None:
-    """Return how the newest attempt was ended; None while it goes on, also by a relaunch."""
-    for event in reversed(generation(events)[1:]):
-        if event.event is EventKind.ATTEMPT_STARTED:
-            return None
-        if event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH:
-            return event
-    return None
 
 
 def waits_for_person(events: Sequence[Event], *, done: bool) -> bool:
@@ -197,15 +191,26 @@ def ended_by_supervisor(events: Sequence[Event]) -> Judged | None:
         return Judged(RunState.DONE)  # its marker reaches this host later than the ledger
     if stop is None or stop.action != ActionKind.STOP:
         return None
-    if stop.exit_code == 0:  # on request, perhaps before any launch
-        return Judged(RunState.STOPPED, stop.reason or "")
-    ends = [e for e in generation(events)[1:] if e.event is EventKind.LAUNCH_ENDED]
+    ends = launch_ends(generation(events)[1:])
     cause = stop.cause or (ends[-1].cause if ends else None)
-    if cause == Cause.CANCELLED:
-        return Judged(RunState.CANCELLED, ends[-1].reason or "" if ends else "")
-    if cause == Cause.YIELDED:
-        return Judged(RunState.STOPPED, ends[-1].reason or "" if ends else "")
-    return Judged(RunState.FAILED, stop.reason or "")
+    if not ended_on_request(stop, cause):
+        return Judged(RunState.FAILED, stop.reason or "")
+    if stop.exit_code == 0:  # perhaps before any launch
+        return Judged(RunState.STOPPED, stop.reason or "")
+    state = RunState.CANCELLED if cause == Cause.CANCELLED else RunState.STOPPED
+    return Judged(state, ends[-1].reason or "" if ends else "")
+
+
+def cancelled_in_slurm(events: Sequence[Event], jobs: Collection[JobRecord]) -> JobRecord | None:
+    """Return the job by whose cancelling a run without live jobs has ended; None if by none.
+
+    It may be one that was to continue after those that ran. But a script that fails before its
+    supervisor begins cancels the jobs behind it itself.
+    """
+    newest = counted(jobs)
+    if newest is not None and newest.exit_code and not supervisor_began(events, newest):
+        jobs = (newest,)
+    return next((job for job in jobs if job.state is JobState.CANCELLED), None)
 
 
 def supervisor_began(events: Sequence[Event], job: JobRecord) -> bool:
@@ -220,9 +225,6 @@ def _after_the_queue(events: Sequence[Event], job: JobRecord | None) -> Judged:
     """Judge a run whose job has left the queue while its ledger contains no reason."""
     if job is None:
         return Judged(RunState.UNKNOWN, "Slurm does not know the job any more")
-    name = job.state.name
-    if job.state is JobState.CANCELLED:
-        return Judged(RunState.CANCELLED, "cancelled in Slurm")
     if job.exit_signal == _NO_LOG_SIGNAL:
         reason = "Slurm could not write the job's log: is the run directory there on its nodes?"
         return Judged(RunState.FAILED, reason)
@@ -239,7 +241,7 @@ def _after_the_queue(events: Sequence[Event], job: JobRecord | None) -> Judged:
         )
         return Judged(RunState.FAILED, reason, by_script)
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    reason = f"the job ended as {name}{code} without a word of its supervisor"
+    reason = f"the job ended as {job.state.name}{code} without a word of its supervisor"
     return Judged(RunState.FAILED, reason, by_script)
 
 

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby, pairwise
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,9 +20,10 @@ from hpctrain.base.formats import NewerFormatError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.job.job_queries import find_jobs, with_past_jobs
+from hpctrain.judge.attempts import marks_of, own_time, starts
 from hpctrain.judge.causes import Cause
 from hpctrain.records.find import RunFiles
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.ledger import Event
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import Progress, read_record, tail_metrics
 from hpctrain.records.supervise_config import (
@@ -30,8 +32,6 @@ from hpctrain.records.supervise_config import (
     known_supervise_config,
 )
 from hpctrain.runs.state import (
-    ENDS_ATTEMPT,
-    ENDS_RUN,
     Judged,
     RunState,
     counted,
@@ -42,7 +42,9 @@ from hpctrain.runs.state import (
     supervisor_began,
 )
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.telemetry.goodput import OCCUPYING
 from hpctrain.telemetry.rates import recent_rates
+from hpctrain.telemetry.timeline import Category, seconds, timeline
 
 # The steps of `recent_rates`, and the first step of a launch, which it leaves out.
 _RECENT_STEPS = 21
@@ -128,6 +130,12 @@ class ObservedRun:
     def progress(self) -> Progress | None:
         """The trainer's newest record. Raises NewerFormatError."""
         return read_record(self.run.layout.progress, Progress)
+
+    @property
+    def newest_sign_time(self) -> float | None:
+        """The newest sign of life of trainer or supervisor. Raises NewerFormatError."""
+        signs = [own_time(self.events), self.progress.time if self.progress else None]
+        return max((one for one in signs if one is not None), default=None)
 
     @cached_property
     def config(self) -> SuperviseConfig | None:
@@ -225,7 +233,7 @@ def _status_row(one: ObservedRun) -> RunStatus:
         state=state,
         reason=reason,
         job_id=queued.job_id if queued else last_job_id(events),
-        attempts=sum(event.event is EventKind.ATTEMPT_STARTED for event in events),
+        attempts=len(starts(events)),
         step=step,
         target_step=target,
         loss=rates.loss,
@@ -265,25 +273,22 @@ def queue_ahead_seconds(
     that is left. An attempt is as long as those that have ended were on the average, and before one
     has ended, as its job may be. None where the run has never started or that is not known.
     """
-    waits: list[float] = []
-    lengths: list[float] = []
-    asked: float | None = None
-    started: float | None = None
-    for event in events:
-        if event.event is EventKind.ATTEMPT_STARTED:
-            if asked is not None:
-                waits.append(max(0.0, event.time - asked))
-            asked, started = None, event.time
-        elif event.event in (EventKind.SUBMITTED, EventKind.ADOPTED) and started is None:
-            asked = event.time if asked is None else asked
-        elif event.event is EventKind.ATTEMPT_LOST:  # written when the next one starts
-            asked = started = None
-        elif event.event is EventKind.ACTION and event.action in ENDS_ATTEMPT:
-            if started is not None:
-                lengths.append(max(0.0, event.time - started))
-            # From the end of a run to the next start is a person's time, and no wait for nodes.
-            asked = None if event.action in ENDS_RUN else event.time
-            started = None
+    cut = timeline(marks_of(events), ()).segments
+    spans = [
+        (kind, seconds(sum(one.end - one.start for one in group)))
+        for kind, group in groupby(cut, lambda one: one.category in OCCUPYING or one.category)
+    ]
+    waits = [
+        wait
+        for (kind, wait), (follows, _) in pairwise(spans)
+        if kind is Category.QUEUEING and follows is True
+    ]
+    # Of a lost attempt nobody knows how long it could have been.
+    lengths = [
+        length
+        for (kind, length), (follows, _) in pairwise(spans)
+        if kind is True and follows in (Category.QUEUEING, Category.HELD)
+    ]
     if not waits:
         return None
     length = statistics.mean(lengths) if lengths else time_limit_seconds

@@ -32,7 +32,7 @@ from hpctrain.job.job_queries import (
 from hpctrain.job.job_submission import submit_jobs
 from hpctrain.notify.delivery import NoticeResult
 from hpctrain.records.find import RunFiles, all_runs
-from hpctrain.records.jobs import generation
+from hpctrain.records.jobs import ever_submitting, generation
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import read_request, user_name
 from hpctrain.records.run_jobs import RunJobs
@@ -228,9 +228,7 @@ def _read_runs(runs: Path) -> _Survey:
         except NewerFormatError as error:
             survey.unreadable.append(str(error))
             continue
-        if not any(event.event is EventKind.SUBMITTING for event in events) and not generation(
-            events
-        ):
+        if not (ever_submitting(events) or generation(events)):
             continue  # it has never been submitted
         survey.open.append(ObservedRun(run, events, RunJobs(answered=False)))
         survey.ledger_bytes[run.run_id] = size_bytes
@@ -274,14 +272,11 @@ def snapshot(one: ObservedRun, grace_seconds: float = GRACE_SECONDS) -> WatchedR
     layout, config, progress = one.run.layout, one.config, one.progress
     if config is None or one.jobs is None:
         return None
-    signs = [event.time for event in one.events if event.event is not EventKind.WATCH]
     alive_until = 0.0
-    if progress is not None:
-        signs.append(progress.time)
-        if progress.phase != "leaving":
-            # A trainer writes one record in each step, but at most one per second.
-            pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
-            alive_until = progress.time + max(grace_seconds, pace_seconds)
+    if progress is not None and progress.phase != "leaving":
+        # A trainer writes one record in each step, but at most one per second.
+        pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
+        alive_until = progress.time + max(grace_seconds, pace_seconds)
     request = read_request(layout)
     return WatchedRun(
         run_id=one.run.run_id,
@@ -290,7 +285,7 @@ def snapshot(one: ObservedRun, grace_seconds: float = GRACE_SECONDS) -> WatchedR
         jobs=one.jobs.jobs,
         now=clock.now(),
         grace_seconds=grace_seconds,
-        signs_time=max(signs, default=None),
+        signs_time=one.newest_sign_time,
         asked_by=request.by if request else None,
         unrecorded=one.jobs.unrecorded,
         alive_until=alive_until,

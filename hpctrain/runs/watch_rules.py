@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.base.units import short_bytes, short_duration
+from hpctrain.judge.attempts import ENDS_RUN, launch_ends, signals, standing_action, starts
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind, History, Situation, Verdict
 from hpctrain.judge.job_end import why_ended
@@ -25,12 +26,11 @@ from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.runs.state import (
     BY_SLURM,
-    ENDS_RUN,
     RunState,
+    cancelled_in_slurm,
     counted,
     ended_by_supervisor,
     hold_text,
-    standing_action,
     supervisor_began,
 )
 from hpctrain.slurm.reasons import JobHold, WaitReason
@@ -210,7 +210,7 @@ _CHAINS = ("chain", "singleton", "array")
 def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     """Find the problem of a run without a job in the queue; empty for one that is over."""
     recent = generation(run.events)
-    starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
+    begun = starts(recent)
     last = standing_action(run.events)
     if last is not None and last.action in ENDS_RUN:
         judged = ended_by_supervisor(run.events)
@@ -219,11 +219,10 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
             return []
         message = f"it has stopped and is not done: {last.reason}"
         return [report_only(run, Symptom.FAILED, message, last.job_id)]
-    for job in run.jobs:
-        if job.state is JobState.CANCELLED:
-            message = f"job {job.job_id} ended as CANCELLED: cancelled runs stay cancelled"
-            remedy = WatchRemedy.NOTE
-            return [RunProblem(run.run_id, Symptom.CANCELLED, remedy, message, job.job_id)]
+    if (job := cancelled_in_slurm(run.events, run.jobs)) is not None:
+        message = f"job {job.job_id} ended as CANCELLED: cancelled runs stay cancelled"
+        remedy = WatchRemedy.NOTE
+        return [RunProblem(run.run_id, Symptom.CANCELLED, remedy, message, job.job_id)]
     if run.now < run.alive_until:
         return []  # it trains, whatever this Slurm knows
     newest = counted(run.jobs)
@@ -238,13 +237,11 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     if last is not None:
         return [_unfollowed(run, last) if _all_known(run, last) else _orphan(run, None, None)]
     ended = why_ended(newest, begun=True)
-    if ended is None and starts:
-        # Slurm has forgotten the job. Its time limit or a cancel would have sent a signal first,
-        # and the ledger would contain it.
-        later = recent[recent.index(starts[-1]) :]
-        if not any(event.event is EventKind.SIGNAL for event in later):
-            reason = f"job {starts[-1].job_id} is gone, and its supervisor left no record"
-            ended = Cause.SUPERVISOR_LOST, reason
+    # Where Slurm has forgotten the job: its time limit or a cancel would have sent a signal first,
+    # and the ledger would contain it.
+    if ended is None and begun and not signals(recent[recent.index(begun[-1]) :]):
+        reason = f"job {begun[-1].job_id} is gone, and its supervisor left no record"
+        ended = Cause.SUPERVISOR_LOST, reason
     return [_orphan(run, newest, ended)]
 
 
@@ -284,7 +281,7 @@ def _orphan(run: WatchedRun, job: JobRecord | None, ended: tuple[Cause, str] | N
 
 def _unfollowed(run: WatchedRun, last: Event) -> RunProblem:
     """Resubmit a run that was to continue after the action `last`, but has no job for that."""
-    ends = [event for event in run.events if event.event is EventKind.LAUNCH_ENDED]
+    ends = launch_ends(run.events)
     cause = Cause(ends[-1].cause) if ends and ends[-1].cause else Cause.UNKNOWN
     symptom = Symptom.ORPHANED
     reason = f"its last attempt ended ({last.reason}) and nothing followed"

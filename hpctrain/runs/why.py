@@ -19,16 +19,22 @@ from hpctrain.base.errors import SlurmError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.job.job_queries import slurm_of
-from hpctrain.judge.causes import FAILURE_CAUSES, Cause, can_happen
-from hpctrain.judge.documents import History, Situation, Verdict
+from hpctrain.judge.attempts import ends, last_action, timed_stops
 from hpctrain.judge.launch_history import history
-from hpctrain.judge.policy import budget_of, decide, limit_of_all
+from hpctrain.judge.policy import limit_of_all
+from hpctrain.judge.policy_preview import (
+    CauseBudget,
+    PolicyPreview,
+    budgets,
+    counts_serving,
+    preview_policy,
+)
 from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import site_answer
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import is_requested, read_request
-from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.runs.run_page import next_lines
 from hpctrain.runs.state import RunState, hold_text, scattered_groups
 from hpctrain.runs.status import observe
@@ -36,160 +42,9 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import WaitReason
 from hpctrain.slurm.records import JobRecord
 
-# -- Previews what the supervisor would do for each possible failure, if it happened now. Pure --
-# It calls `policy.decide` with the same counts (`launch_history`) as in the job, for a hypothetical
-# end of the launch.
-
-
-# Each cause as a condition; the previews are in this order.
-FAILURE_CONDITIONS: dict[Cause, str] = {
-    Cause.PREEMPTED: "the job is preempted",
-    Cause.TIME_LIMIT: "the time limit comes",
-    Cause.NODE_FAILURE: "a node is lost",
-    Cause.GPU_ERROR: "a GPU fails",
-    Cause.FABRIC: "the network fails",
-    Cause.STORAGE: "the file system fails",
-    Cause.HANG: "the run hangs",
-    Cause.CRASH: "a rank crashes",
-    Cause.LAUNCH_FAILURE: "srun cannot start the step",
-    Cause.NODE_COMMAND: "a command of the site fails on a node",
-    Cause.PORT: "a port is taken",
-    Cause.GPU_OOM: "a GPU runs out of memory",
-    Cause.HOST_OOM: "a node runs out of memory",
-    Cause.DATA_LOADER: "the data loader dies",
-    Cause.WEIGHTS: "the weights of a service cannot be read",
-    Cause.ENGINE_EXIT: "the engine of a service ends by itself",
-    Cause.ENDED_EARLY: "a trainer ends before its target",
-    Cause.UNKNOWN: "a launch ends and nothing says why",
-    Cause.SUSPECT_NUMERICS: "a result cannot be reproduced",
-    Cause.DIVERGED: "the loss is not finite or jumps",
-    Cause.DISK_FULL: "the disk is full",
-    Cause.LOAD_FAILED: "a checkpoint cannot be loaded",
-    Cause.BAD_CHECKPOINT: "no checkpoint can be used",
-    Cause.DATA_CHANGED: "the data have changed",
-    Cause.STARTS_OVER: "a trainer does not resume where it was told to",
-    Cause.CONFIG_ERROR: "the trainer refuses its settings",
-    Cause.SITE_COMMAND: "a command of the site fails everywhere",
-    Cause.USER_ERROR: "the code has an error",
-}
-_SUSPECT = "the suspected node"
-
-
-class PolicyPreview(BaseModel):
-    """One decision of the policy, and all conditions that lead to it.
-
-    `action` is an `ActionKind`, `observed` what would be done if the spec allowed it.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    causes: tuple[str, ...]
-    conditions: tuple[str, ...]
-    action: str
-    reason: str
-    delay_seconds: float = 0.0
-    observed: tuple[str, ...] = ()
-
-
-class CauseBudget(BaseModel):
-    """Failures of one cause since the last new checkpoint, and the retries allowed (None: any)."""
-
-    model_config = ConfigDict(frozen=True)
-
-    cause: str
-    used: int
-    allowed: int | None
-
-
-def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
-    """List the budgets of all causes that are counted."""
-    counted = [
-        cause
-        for cause in Cause
-        if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT
-        if can_happen(cause, serves=config.serves, foreign=config.launcher == "agent")
-    ]
-    return [
-        CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
-        for cause in counted
-    ]
-
-
-def preview_policy(
-    events: Sequence[Event], config: SuperviseConfig, now: float, checkpoint_step: int, step: int
-) -> list[PolicyPreview]:
-    """Preview the decision for each cause; causes with the same decision are in one preview.
-
-    `checkpoint_step` is the newest good checkpoint (0: none), `step` the last finished step.
-    """
-    # The launch that still runs, if there is one.
-    ends = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
-    marks = [event for event in events if event.event in (*ends, EventKind.LAUNCH_STARTED)]
-    resume_step: int | None = checkpoint_step
-    if marks and marks[-1].event is EventKind.LAUNCH_STARTED:
-        resume_step = marks[-1].resume_step or 0
-    needed = config.shapes[0].nodes if config.shapes else 1
-    least = config.shapes[-1].nodes if config.shapes else needed
-    allocated = needed + config.spare_nodes
-    again = "the loss is not finite or jumps twice at the same step"
-    conditions = [
-        (cause, words)
-        for cause, words in (*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again))
-        if can_happen(cause, serves=config.serves, foreign=config.launcher == "agent")
-    ]
-    groups: dict[PolicyPreview, list[tuple[str, str]]] = {}
-    for cause, condition in conditions:
-        end = Event(
-            event=EventKind.LAUNCH_ENDED,
-            time=now,
-            cause=cause,
-            resume_step=resume_step,
-            checkpoint_step=checkpoint_step or None,
-            failed_step=step + 1,
-        )
-        assumed = [*events, end]
-        if condition == again:  # the second launch makes no progress
-            assumed.append(end.model_copy(update={"resume_step": checkpoint_step}))
-        past = history(assumed, config.storm_window_seconds)
-        # `hard` stays False, because the consequence of broken hardware depends on its node. The
-        # verdict has no reason, so that the reason of the action is the decision alone.
-        verdict = Verdict(cause, reason="", nodes=(_SUSPECT,), step=step + 1)
-        # All nodes answer, but for a lost one. Without spare nodes and smaller sizes the job ends
-        # with its node.
-        lost = 1 if cause is Cause.NODE_FAILURE else 0
-        situation = Situation(
-            keeps_nodes=not lost or allocated - lost >= least,
-            allocated_nodes=allocated,
-            healthy_nodes=allocated - lost,
-            needed_nodes=needed,
-            least_nodes=least,
-            good_checkpoints=(checkpoint_step,) if checkpoint_step else (),
-        )
-        action = decide(verdict, past, situation, config)
-        decision = PolicyPreview(
-            causes=(),
-            conditions=(),
-            action=action.kind,
-            reason=action.reason,
-            delay_seconds=action.delay_seconds,
-            observed=action.observed,
-        )
-        groups.setdefault(decision, []).append((cause, condition))
-    return [
-        decision.model_copy(
-            update={
-                "causes": tuple(cause for cause, _ in group),
-                "conditions": tuple(condition for _, condition in group),
-            }
-        )
-        for decision, group in groups.items()
-    ]
-
-
 # -- the explanation ---------------------------------------------------------------------------
 
 
-_ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _CONTINUATION = {
     "requeue": "Slurm puts the same job back into the queue; it keeps its id and its age",
     "chain": "each job has a successor in the queue that starts when it ends",
@@ -296,7 +151,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         ahead = preview_policy(assumed, config, now, checkpoint_step or 0, step)
     window = config.storm_window_seconds
     # Counted back from now: a storm that has passed is none.
-    recent = [event for event in events if event.event in _ENDS and event.time >= now - window]
+    recent = [end for end in ends(events) if end.time >= now - window]
     return Why(
         run_id=run.run_id,
         directory=str(run.layout.directory),
@@ -326,43 +181,33 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
 
 
 def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
-    last = next((event for event in reversed(events) if event.event in _ENDS), None)
-    if last is None:
+    ended = ends(events)
+    if not ended:
         return None
+    last = ended[-1]
     # What the time of its stop was computed from; none where Slurm's warning came.
-    timed = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == last.epoch)
+    timed = (one.reason for one in timed_stops(events) if one.epoch == last.epoch)
     more = {
         "end_time": last.time,
         "cause": last.cause or "unknown",
         "reason": last.reason or "",
         "launches_alike": alike,
-        "stop_time": next((event.reason for event in timed), None),
+        "stop_time": next(timed, None),
     }
     return LastEnd.model_validate({**vars(last), **more})
 
 
 def _last_action(events: Sequence[Event]) -> LastAction | None:
-    last = next((event for event in reversed(events) if event.event in _ENDS), None)
-    if last is not None and last.event is EventKind.ATTEMPT_LOST:
-        # What was done about earlier attempts explains nothing. The attempt that tells of the loss
-        # may have begun before it did.
-        begun = [
-            number
-            for number, event in enumerate(events[: events.index(last)])
-            if event.event is EventKind.ATTEMPT_STARTED and event.attempt == last.attempt
-        ]
-        events = events[begun[-1] :] if begun else events
-    numbers = [n for n, event in enumerate(events) if event.event is EventKind.ACTION]
-    if not numbers:
+    found = last_action(events)
+    if found is None:
         return None
-    action, later = events[numbers[-1]], events[numbers[-1] + 1 :]
-    results = (event.reason for event in later if event.event is EventKind.ACTION_RESULT)
+    action = found.action
     more = {
         "action_time": action.time,
         "action": action.action or "",
         "reason": action.reason or "",
-        "result": next(results, None),
-        "observed": [e.reason or "" for e in later if e.event is EventKind.OBSERVED],
+        "result": found.answer,
+        "observed": found.observed,
     }
     return LastAction.model_validate({**vars(action), **more})
 
@@ -495,8 +340,7 @@ def _observed(observation: str) -> str:
 def _budget_lines(why: Why) -> list[str]:
     newest = "none yet" if why.checkpoint_step is None else f"step {why.checkpoint_step:,}"
     head = f"Budgets: retries without a new checkpoint (newest: {newest}), which fills them up"
-    # Only replicas of a service have a budget for ends of their engine.
-    if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
+    if counts_serving(why.budgets):
         head = "Budgets: retries without having served for a while, which fills them up"
     lines = textwrap.wrap(head, LINE_WIDTH)
     used = [budget for budget in why.budgets if budget.used]

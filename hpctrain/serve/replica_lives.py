@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hpctrain.base.frozen import Frozen
+from hpctrain.judge.attempts import marks_of
 from hpctrain.judge.causes import SCHEDULER_CAUSES, Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.records.ledger import Event, EventKind, Ledger
@@ -25,7 +26,6 @@ from hpctrain.records.service_records import (
     ServiceEventKind,
     ServiceState,
 )
-from hpctrain.runs.goodput import marks_of
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.telemetry.goodput import with_work
 from hpctrain.telemetry.timeline import Timeline, timeline

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.base.frozen import Frozen
+from hpctrain.judge.attempts import launch_starts
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import spec_as_planned
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.ledger import Ledger
 from hpctrain.records.run_records import (
     RankTimes,
     StepMetrics,
@@ -219,10 +220,8 @@ def _other_launches(layout: RunLayout, plan: Plan) -> set[int]:
     """Find launches that were not as planned."""
     found = {
         event.epoch
-        for event in Ledger(layout.ledger).events()
-        if event.event is EventKind.LAUNCH_STARTED
-        and event.epoch is not None
-        and event.launch_nodes not in (None, plan.nodes.nodes)
+        for event in launch_starts(Ledger(layout.ledger).events())
+        if event.epoch is not None and event.launch_nodes not in (None, plan.nodes.nodes)
     }
     return found | {check.epoch for check in read_speed_checks(layout) if check.slow}
 

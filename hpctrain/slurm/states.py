@@ -66,6 +66,11 @@ class JobState(StrEnum):
         return self in (JobState.RUNNING, JobState.SIGNALING)
 
     @property
+    def is_ending(self) -> bool:
+        """True while Slurm ends the job's processes and cleans up its nodes."""
+        return self is JobState.COMPLETING
+
+    @property
     def is_ended(self) -> bool:
         """True if the job is over; only a requeue can bring it back."""
         return self in _ENDED

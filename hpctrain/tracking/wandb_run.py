@@ -21,9 +21,9 @@ from typing import Any
 from hpctrain.base import clock
 from hpctrain.base.durable import make_private_directory, shared_mode
 from hpctrain.base.errors import StorageError
-from hpctrain.records.jobs import cancel_requested
+from hpctrain.records.jobs import nothing_follows
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.ledger import Ledger
 from hpctrain.records.run_records import StepMetrics, read_record, read_saves, write_record
 from hpctrain.records.step_times import rows_from
 from hpctrain.records.tracking import (
@@ -39,7 +39,6 @@ from hpctrain.tracking.follower import WriterLock
 STEP_NAME = "train/step"
 # So often rows become a segment that can be uploaded; at the end of an attempt the others do.
 SEGMENT_SECONDS = 3600.0
-_ENDS = frozenset({"stop", "finish"})
 
 
 class WandbRun:
@@ -128,15 +127,7 @@ def run_is_over(run: RunLayout) -> bool:
     """True once no job of the run trains it further, unless a person resumes it."""
     if run.done.exists():
         return True
-    events = Ledger(run.ledger).events()
-    if cancel_requested(events):
-        return True
-    for event in reversed(events):
-        if event.event in (EventKind.ATTEMPT_STARTED, EventKind.SUBMITTED):
-            return False
-        if event.event is EventKind.ACTION:
-            return event.action in _ENDS
-    return False
+    return nothing_follows(Ledger(run.ledger).events())
 
 
 def _copy_segment(source: Path, target: Path) -> None:

@@ -37,10 +37,12 @@ from hpctrain.job.prepare import PreparedRun, load_any_inputs
 from hpctrain.job.submit import submit
 from hpctrain.job.supervisor_settings import NODE_LEDGER_NAME
 from hpctrain.job.trainer_run import prepare_any
-from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, Cause
+from hpctrain.judge.attempts import signals, starts
+from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES
 from hpctrain.records.exit_records import read_exit_records
 from hpctrain.records.find import RunFiles, command_in, find_run
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.jobs import recorded
+from hpctrain.records.ledger import Event
 from hpctrain.records.manifest import checkpoint_name, read_manifest
 from hpctrain.records.rehearsals import (
     Proof,
@@ -318,7 +320,7 @@ class _WatchedRun:
     @property
     def attempt(self) -> Event:
         """The newest start of the job by Slurm."""
-        return [one for one in self.events if one.event is EventKind.ATTEMPT_STARTED][-1]
+        return starts(self.events)[-1]
 
     @property
     def good_steps(self) -> list[int]:
@@ -609,7 +611,7 @@ class _Rehearsal:
         with self._proving(START):
             launch = watched.wait_launch(0)
             if START not in self.proofs:
-                asked = next(one for one in watched.events if one.event is EventKind.SUBMITTED)
+                asked = recorded(watched.events)[0]
                 self._prove(started(launch, watched.attempt.time, asked.time))
         if not watched.saves:
             return launch
@@ -673,8 +675,7 @@ class _Rehearsal:
                     self._prove_target(watched)
                     watched = None
                 except _Missed as missed:
-                    ends = [one.end for one in watched.failed]
-                    if any(one is not None and one.cause == Cause.ENDED_EARLY for one in ends):
+                    if any(one.ended_early for one in watched.failed):
                         self._prove(proved(TARGET, False, watched.failed[0].end_words))
                     begun = [self.proofs.get(one) for one in (START, CHECKPOINT)]
                     if any(one is None or one.is_missing for one in begun):
@@ -727,8 +728,8 @@ class _Rehearsal:
             self.say(f"{watched.run.run_id}: sent USR1, as Slurm warns before the time limit")
 
             def arrived() -> Event | None:
-                signals = (one for one in watched.events if one.event is EventKind.SIGNAL)
-                return next((one for one in signals if one.attempt == attempt.attempt), None)
+                got = (one for one in signals(watched.events) if one.attempt == attempt.attempt)
+                return next(got, None)
 
             try:
                 sent = watched.wait("the signal at the supervisor", arrived, _SIGNAL_SECONDS)

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.judge.attempts import Launch, launches, rejections
+from hpctrain.records.ledger import Event
 from hpctrain.records.rehearsals import Proof
 from hpctrain.records.run_records import Progress, SaveRecord, StepMetrics
 from hpctrain.spec.trainer import ProgressSource, TrainerSpec
@@ -33,15 +34,13 @@ TOPICS = {
 
 
 @dataclass(frozen=True)
-class TriedLaunch:
+class TriedLaunch(Launch):
     """One srun of the trainer: its start, what it has reported, and its end.
 
     `progress` is its newest sign of life, None once another launch has left one.
     """
 
-    start: Event
     rows: tuple[StepMetrics, ...] = ()
-    end: Event | None = None
     progress: Progress | None = None
 
     @property
@@ -82,16 +81,14 @@ def launches_of(
     events: Sequence[Event], rows: Sequence[StepMetrics], progress: Progress | None
 ) -> list[TriedLaunch]:
     """Collect the launches of a run in their order."""
-    ends = {one.epoch: one for one in events if one.event is EventKind.LAUNCH_ENDED}
     return [
         TriedLaunch(
-            start=one,
-            rows=tuple(row for row in rows if row.epoch == one.epoch),
-            end=ends.get(one.epoch),
-            progress=progress if progress is not None and progress.epoch == one.epoch else None,
+            one.start,
+            one.end,
+            rows=tuple(row for row in rows if row.epoch == one.start.epoch),
+            progress=progress if progress and progress.epoch == one.start.epoch else None,
         )
-        for one in events
-        if one.event is EventKind.LAUNCH_STARTED and one.epoch is not None
+        for one in launches(events)
     ]
 
 
@@ -217,14 +214,8 @@ def restarted(
 
 def passed_over(after: TriedLaunch, events: Sequence[Event], damaged: int, expected: int) -> Proof:
     """Judge whether a damaged newest checkpoint was rejected, and the one before it used."""
-    rejection = next(
-        (
-            one
-            for one in reversed(events)
-            if one.event is EventKind.CHECKPOINT_REJECTED and one.checkpoint_step == damaged
-        ),
-        None,
-    )
+    of_damaged = [one for one in rejections(events) if one.checkpoint_step == damaged]
+    rejection = of_damaged[-1] if of_damaged else None
     if rejection is None and after.resume_step > damaged:
         fact = "each time there was a newer checkpoint than the truncated one: it saves too often"
         return proved(DAMAGED, None, fact)

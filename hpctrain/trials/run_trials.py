@@ -24,10 +24,11 @@ from hpctrain.base.errors import InvalidInputError, NoSuchRunError, Problem, Slu
 from hpctrain.job.job_queries import find_jobs, record_found
 from hpctrain.job.job_submission import submit_jobs
 from hpctrain.job.run_directory import write_run_directory
+from hpctrain.judge.attempts import launch_ends, launch_starts
 from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
 from hpctrain.records.find import RunFiles, new_run_id
+from hpctrain.records.jobs import ever_submitting, refusals
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import RankTimes, lineage, read_metrics, read_record
 from hpctrain.records.sweeps import ComparisonLayout
@@ -178,7 +179,7 @@ class TrialRunner:
         for run_id in chosen:
             self._tried.add(run_id)
             run = runs[run_id]
-            begun = any(event.event is EventKind.SUBMITTING for event in run.ledger.events())
+            begun = ever_submitting(run.ledger.events())
             found = find_jobs([run], self.slurm)[run_id] if begun else RunJobs()
             if found.unrecorded:  # sbatch had accepted it, but its client died before recording it
                 record_found(run, found)
@@ -245,9 +246,8 @@ def _read_trial(one: TrialRecord, steps: int, run: RunFiles, row: RunStatus) -> 
     kept = lineage(written)
     events = run.ledger.events()
     ranks = read_record(run.layout.rank_times, RankTimes)
-    refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
-    waits = row.state.without_job and not refused
-    ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
+    waits = row.state.without_job and not refusals(events)
+    ends = [str(end.cause) for end in launch_ends(events)]
     return TrialResult(
         record=one,
         state=row.state.value,
@@ -255,7 +255,7 @@ def _read_trial(one: TrialRecord, steps: int, run: RunFiles, row: RunStatus) -> 
         over=row.state.over and not waits,
         measured=measure(kept, warm_up_steps(steps), one.global_batch, ranks),
         stability=Stability(
-            launches=sum(e.event is EventKind.LAUNCH_STARTED for e in events),
+            launches=len(launch_starts(events)),
             failures=tuple(cause for cause in ends if cause in FAILURE_CAUSES | FINAL_CAUSES),
             preemptions=sum(cause in SCHEDULER_CAUSES for cause in ends),
             steps_again=len(written) - len(kept),

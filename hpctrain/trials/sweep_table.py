@@ -13,20 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.base.frozen import Frozen
 from hpctrain.base.units import short_hours
 from hpctrain.page.text import columns_text, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import lineage, read_evaluations
-from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.records.sweeps import SweepLayout, SweepPoint, SweepRecord, all_sweeps
 from hpctrain.runs.evaluations import evaluation_rows, newest_metrics
-from hpctrain.runs.run_documents import known_any_plan
-from hpctrain.runs.state import ENDS_ATTEMPT, RunState
+from hpctrain.runs.goodput import goodput
+from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.sweep_grid import short_fields
@@ -187,15 +184,7 @@ def _filled(row: SweepRow, run: RunFiles, status: RunStatus) -> SweepRow:
     metrics, gpu_hours = {}, None
     if status.readable:
         metrics = newest_metrics(evaluation_rows(run))
-        plan, config = (
-            known_any_plan(run.layout),
-            known_supervise_config(run.layout.supervise_config),
-        )
-        if plan is not None:  # the time in which jobs held nodes, spare nodes included
-            nodes = plan.nodes.nodes + (config.spare_nodes if config else 0)
-            until = clock.now() if status.state is RunState.RUNNING else None
-            seconds = held_seconds(run.ledger.events(), until)
-            gpu_hours = nodes * plan.nodes.gpus_per_node * seconds / 3600
+        gpu_hours = goodput(run).gpu_hours
     return row.model_copy(
         update={
             "state": status.state.value,
@@ -210,27 +199,6 @@ def _filled(row: SweepRow, run: RunFiles, status: RunStatus) -> SweepRow:
             "gpu_hours": gpu_hours,
         }
     )
-
-
-def held_seconds(events: Sequence[Event], now: float | None) -> float:
-    """Add up the attempts; one without an end lasts until the last event before the next one.
-
-    `now` is the end of the newest attempt if that still runs, else None.
-    """
-    held, began, last = 0.0, None, 0.0
-    for event in events:
-        if event.event is EventKind.ATTEMPT_STARTED:
-            if began is not None:
-                held += last - began
-            began = event.time
-        elif began is not None and event.event is EventKind.ACTION and event.action in ENDS_ATTEMPT:
-            held += event.time - began
-            began = None
-        if event.event not in (EventKind.ATTEMPT_LOST, EventKind.WATCH):
-            last = event.time
-    if began is not None:
-        held += (last if now is None else now) - began
-    return held
 
 
 # -- Formats sweeps: the points before they are submitted, and the table of results -------------

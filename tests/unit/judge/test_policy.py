@@ -22,11 +22,11 @@ from hpctrain.judge.launch_history import (
     pinned_steps,
 )
 from hpctrain.judge.policy import RETRIES, budget_of, decide
+from hpctrain.judge.policy_preview import budgets, preview_policy
 from hpctrain.judge.silence_limits import StallLimits
 from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import Phase
 from hpctrain.records.supervise_config import SuperviseConfig
-from hpctrain.runs.why import budgets, preview_policy
 
 ROWS = {
     name: (cause, given, due)

@@ -63,7 +63,7 @@ def test_every_symptom_of_watch_is_decided_about() -> None:
         ([end("yielded"), acted("stop", "yielded")], ["stopped"]),
         ([end("cancelled"), acted("stop", "cancelled", 1)], ["stopped"]),
         ([end("yielded"), acted("hold", "yielded")], ["held"]),
-        ([end("yielded"), acted("hold", "yielded"), acted("stop", None, 1)], ["held", "failed"]),
+        ([end("yielded"), acted("hold", "yielded"), acted("stop", None, 1)], ["held", "stopped"]),
         ([end("node_failure"), acted("requeue", "node_failure")], ["requeued"]),
         ([end("preempted"), acted("leave", "preempted")], ["requeued"]),
         ([end("time_limit"), acted("requeue", "time_limit")], []),

@@ -173,7 +173,7 @@ def test_a_pass_says_what_it_cannot_write(
     runs = tmp_path / "runs"
     for name in ("r1", "r2"):
         stopped = (*BEGUN, *ended("crash", "boom", "stop"))
-        telling(fabricate(runs, name, stopped), channels=slack(hook, tmp_path), on=["stopped"])
+        telling(fabricate(runs, name, stopped), channels=slack(hook, tmp_path), on=["failed"])
     fabricate(runs, "r3", BEGUN)
 
     def full(*words: object, **named: object) -> None:
@@ -189,7 +189,7 @@ def test_a_pass_says_what_it_cannot_write(
     words = os.strerror(number)
     assert done.exit_code == 1 and hook.received == []
     for name in ("r1", "r2"):
-        line = f"{name}  not told: stopped  [slack FAILED: this cannot be recorded in its directory"
+        line = f"{name}  not told: failed  [slack FAILED: this cannot be recorded in its directory"
         assert f"{line}: {words}]" in done.stdout
     assert f"resubmit FAILED: {runs}/r3/ledger.jsonl cannot be written: {words}" in done.stdout
     assert f"heartbeat.json cannot be written: {words}" in done.stderr.replace("\n", " ")
@@ -202,7 +202,7 @@ def test_a_broken_channel_holds_up_a_pass_once(hook: Webhook, tmp_path: Path) ->
     for number in range(5):
         stopped = (*BEGUN, *ended("crash", "boom", "stop"))
         run = fabricate(runs, f"r{number}", stopped)
-        telling(run, channels=slack(hook, tmp_path), on=["stopped"])
+        telling(run, channels=slack(hook, tmp_path), on=["failed"])
     result = watch(runs, client(), act=True, grace_seconds=0.0)
     assert len(result.notices) == len(hook.received) == 1
     assert "HTTP 500" in (result.notices[0].problem or "")
@@ -346,14 +346,14 @@ def test_the_test_message(hook: Webhook, spec: Path, tmp_path: Path) -> None:
 def test_a_run_shows_what_it_has_told(hook: Webhook, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     run = fabricate(runs, "small-0001", (*BEGUN, *ended("crash", "boom", "stop")))
-    telling(run, channels=slack(hook, tmp_path), on=["started", "stopped"])
+    telling(run, channels=slack(hook, tmp_path), on=["started", "failed"])
     words = ("small-0001", "--runs", str(runs))
     assert "slack  started waits" in hpctrain("notify", *words).stdout
     assert "Notices    0 sent" in hpctrain("describe", *words).stdout
     send_notices([run])
     shown = hpctrain("notify", *words).stdout
-    assert "slack  started sent, 1 try" in shown and "slack  stopped sent, 1 try" in shown
-    assert "Notices    2 sent, the last: stopped" in hpctrain("describe", *words).stdout
+    assert "slack  started sent, 1 try" in shown and "slack  failed sent, 1 try" in shown
+    assert "Notices    2 sent, the last: failed" in hpctrain("describe", *words).stdout
     rows = json.loads(hpctrain("notify", *words, "--json").stdout)["notices"]
     assert [row["state"] for row in rows] == ["sent", "sent"]
     assert hpctrain("notify", *words, "--test").exit_code == 0
@@ -362,11 +362,11 @@ def test_a_run_shows_what_it_has_told(hook: Webhook, tmp_path: Path) -> None:
 def test_the_page_of_a_run_shows_what_has_not_arrived(hook: Webhook, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     run = fabricate(runs, "small-0001", (*BEGUN, *ended("crash", "boom", "stop")))
-    telling(run, channels=slack(hook, tmp_path), on=["started", "stopped"])
+    telling(run, channels=slack(hook, tmp_path), on=["started", "failed"])
     hook.answer = 404
     send_notices([run])
     page = hpctrain("status", "small-0001", "--runs", str(runs)).stdout
-    assert "Not told" in page and "slack  stopped" in page and "HTTP 404" in page
+    assert "Not told" in page and "slack  failed" in page and "HTTP 404" in page
 
 
 def test_a_message_without_an_answer_is_shown_as_unknown(

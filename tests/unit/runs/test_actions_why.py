@@ -19,20 +19,13 @@ from fabricated_runs import (
 
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind, History
+from hpctrain.judge.policy_preview import PolicyPreview, budgets, preview_policy
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.supervise_config import LaunchShape, RollbackSettings, SuperviseConfig
 from hpctrain.runs.describe import describe, story_lines
 from hpctrain.runs.status import statuses
-from hpctrain.runs.why import (
-    PolicyPreview,
-    Why,
-    budgets,
-    preview_policy,
-    waiting_words,
-    why,
-    why_lines,
-)
+from hpctrain.runs.why import Why, waiting_words, why, why_lines
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState

@@ -56,7 +56,7 @@ def launch(epoch: int, resume_step: int, last_step: int, shift: float = 0.0) -> 
     """A launch that has trained to `last_step`, whose losses are off by `shift`."""
     rows = tuple(row(epoch, n, 1 / n + shift) for n in range(resume_step + 1, last_step + 1))
     end = Event(event=EventKind.LAUNCH_ENDED, time=0.0, epoch=epoch, cause="crash", reason="killed")
-    return TriedLaunch(start(epoch, resume_step), rows, end)
+    return TriedLaunch(start(epoch, resume_step), end, rows)
 
 
 def start(epoch: int, resume_step: int) -> Event:
@@ -109,7 +109,7 @@ def test_a_resume_begins_behind_the_newest_good_checkpoint() -> None:
     assert resumed(launch(2, 10, 12), 10, "so").verdict == "yes"
     assert "newest good checkpoint is step 20" in resumed(launch(2, 10, 12), 20, "so").fact
     assert resumed(launch(2, 10, 12), 5, "so").verdict == "yes", "published after the end"
-    over = TriedLaunch(start(2, 10), (row(2, 1, 1.0),))
+    over = TriedLaunch(start(2, 10), rows=(row(2, 1, 1.0),))
     assert "its first step was 1" in resumed(over, 10, "so").fact
     assert resumed(launch(2, 0, 3), 0, "so").verdict == "no", "there was nothing to resume from"
 

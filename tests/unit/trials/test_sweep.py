@@ -39,13 +39,14 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind, Ledger
 from hpctrain.records.run_records import append_metrics
 from hpctrain.records.sweeps import SweepLayout, all_sweeps, find_sweep
+from hpctrain.runs.goodput import goodput
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import SubmittedJob
 from hpctrain.slurm.states import JobState
 from hpctrain.trials import sweep_plans
 from hpctrain.trials.sweep import Sweep, cancel_sweep, submit_sweep
 from hpctrain.trials.sweep_plans import SweepPlan, SweepRequest, plan_sweep
-from hpctrain.trials.sweep_table import held_seconds, sweep_table
+from hpctrain.trials.sweep_table import runs_of_sweep, sweep_table
 
 GRID = ("optimizer.lr=1e-4,3e-4", "seed=1,2")
 RUNS = Path("runs")
@@ -430,18 +431,23 @@ def test_the_table_is_sorted_by_the_best_evaluation(slurm: FakeSlurm) -> None:
     assert [row.values for row in table.rows][:2] == [("3e-4", "2"), ("1e-4", "1")]
 
 
-def test_what_was_used_is_the_time_in_which_jobs_held_nodes() -> None:
-    def event(kind: EventKind, time: float, action: str | None = None) -> Event:
-        return Event(event=kind, time=time, action=action)
-
-    start = EventKind.ATTEMPT_STARTED
-    events = [event(start, 10), event(EventKind.ACTION, 30, "requeue")]
-    assert held_seconds(events, None) == 20
-    events += [event(start, 100), event(EventKind.LAUNCH_STARTED, 110)]
-    assert held_seconds(events, 150.0) == 70, "it still runs"
-    assert held_seconds(events, None) == 30, "lost: until its last word"
-    events += [event(EventKind.ATTEMPT_LOST, 900), event(start, 1000)]
-    assert held_seconds([*events, event(EventKind.ACTION, 1005, "finish")], None) == 35
+def test_what_was_used_is_what_the_account_of_the_run_says(slurm: FakeSlurm) -> None:
+    layout = submitted(planned(), slurm)
+    run = next(iter(runs_of_sweep(layout, layout.read()).values()))
+    since = run.ledger.events()[-1].time
+    for after_seconds, kind, more in (
+        (10, EventKind.ATTEMPT_STARTED, {"job_id": 1, "restart_count": 0}),
+        (30, EventKind.ACTION, {"job_id": 1, "restart_count": 0, "action": "requeue"}),
+        (100, EventKind.ATTEMPT_STARTED, {"job_id": 1, "restart_count": 1}),
+        (110, EventKind.LAUNCH_STARTED, {"job_id": 1, "restart_count": 1, "epoch": 1}),
+        (900, EventKind.ATTEMPT_LOST, {"job_id": 1, "restart_count": 1}),
+    ):
+        fields = {"event": kind, "time": since + after_seconds, **more}
+        run.ledger.write(Event.model_validate(fields))
+    spent = goodput(run)
+    table = sweep_table(layout, slurm)  # type: ignore[arg-type]
+    used = next(row.gpu_hours for row in table.rows if row.run_id == run.run_id)
+    assert spent.gpus and used == spent.gpu_hours == spent.gpus * (20 + 10) / 3600
 
 
 def test_names_are_whole_at_80_columns(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
