@@ -216,7 +216,7 @@ def _message(state: TopState, width: int) -> list[Text]:
     if not (state.problem or state.message):
         return [Text(shortened(printable(state.filters), width), _DIM)]
     words = printable(" ".join((state.problem or state.message).split()))
-    lines = paragraph(words, "", hang=2, width=max(10, width))
+    lines = paragraph(words, hang=2, width=max(10, width))
     style = _ALARM if state.problem else _BOLD
     return [_cut(Text(line, style), width) for line in lines[:_MOST_MESSAGE_LINES]]
 

@@ -86,7 +86,7 @@ def people_lines(rows: Sequence[RunStatus], width: int) -> Iterator[str]:
         line[state] = coloured(line[state], COLOURS.get(row.state.value))
         yield _GAP.join(line).rstrip()
         for sentence in sentences(row):
-            yield from paragraph(sentence, _GAP, hang=2, width=width)
+            yield from paragraph(sentence, _GAP, width=width)
 
 
 def sentences(row: RunStatus) -> Iterator[str]:

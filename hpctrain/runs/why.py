@@ -6,7 +6,6 @@ Belongs here: querying the ledger, the policy and Slurm. Does not belong here: d
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -23,7 +22,7 @@ from hpctrain.judge.causes import FAILURE_CAUSES, Cause, can_happen
 from hpctrain.judge.documents import History, Situation, Verdict
 from hpctrain.judge.launch_history import history
 from hpctrain.judge.policy import budget_of, decide, limit_of_all
-from hpctrain.page.text import LINE_WIDTH, facts, paragraph
+from hpctrain.page.text import Named, Whole, facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import site_answer
 from hpctrain.records.ledger import Event, EventKind
@@ -435,8 +434,8 @@ def why_lines(why: Why, now: float) -> list[str]:
     )
     if why.state.over:
         lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
-    for index, line in enumerate(why.ended.evidence if why.ended else ()):
-        lines.append(f"{'' if index else 'Evidence':<{_MARGIN}}| {line}")
+    if why.ended:
+        lines += facts(("Evidence", (Whole(f"| {line}") for line in why.ended.evidence)))
     if action := why.action:
         reason = "" if action.reason == why.state_reason else f": {action.reason}"
         lines += facts(
@@ -452,11 +451,11 @@ def why_lines(why: Why, now: float) -> list[str]:
         when = "after `hpctrain resume`, when" if why.state.over else "when"
         lines += ["", f"Next, {when}"]
     for one in why.foresight:
-        lines += paragraph(", ".join(one.conditions), "  ", hang=2)
+        lines += paragraph(", ".join(one.conditions), "  ")
         text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
-        lines += paragraph(text, "    -> ", hang=7)
+        lines += paragraph(text, "    -> ")
         for observation in one.observed:
-            lines += paragraph(f"observed: {_observed(observation)}", " " * 7, hang=7)
+            lines += paragraph(f"observed: {_observed(observation)}", " " * 7)
     return lines
 
 
@@ -498,22 +497,21 @@ def _budget_lines(why: Why) -> list[str]:
     # Only replicas of a service have a budget for ends of their engine.
     if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
         head = "Budgets: retries without having served for a while, which fills them up"
-    lines = textwrap.wrap(head, LINE_WIDTH)
-    used = [budget for budget in why.budgets if budget.used]
-    for budget in used:
-        lines.append(f"  {_words(budget.cause):<18}{_used(budget.used, budget.allowed)}")
-    all_used = why.failures_without_progress
-    lines.append(f"  {'all together':<18}{_used(all_used, why.failures_allowed)}")
+    used = [(_words(one.cause), one.used, one.allowed) for one in why.budgets if one.used]
+    used.append(("all together", why.failures_without_progress, why.failures_allowed))
+    named: list[Named] = [
+        (f"  {name}", Whole(_used(count, allowed))) for name, count, allowed in used
+    ]
     unused = sorted((b for b in why.budgets if not b.used), key=_by_allowance)
     for allowed, group in groupby(unused, key=_by_allowance):
         count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
         names = ", ".join(_words(budget.cause) for budget in group)
-        lines += facts((f"  {count}", names), margin=20)
+        named.append((f"  {count}", names))
     storm = why.storm
     window = short_duration(storm.window_seconds)
     failures = f"{storm.failures} failure{'' if storm.failures == 1 else 's'}"
     text = f"{failures} in the last {window}; from {storm.threshold} on it waits"
-    return [*lines, f"  {'storm':<18}{text}"]
+    return paragraph(head) + facts(*named, ("  storm", Whole(text)), margin=20)
 
 
 def _by_allowance(budget: CauseBudget) -> int:

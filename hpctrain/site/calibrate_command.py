@@ -151,7 +151,7 @@ def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_js
     for engine, learned in done.site.learned.items():
         click.echo(accuracy_line(engine, learned))
     for remark in done.remarks:
-        click.echo("\n" + "\n".join(paragraph(remark, "", hang=0)))
+        click.echo("\n" + "\n".join(paragraph(remark)))
     say(f"\nWrote {done.path}: {done.usage}")
 
 
@@ -168,12 +168,10 @@ def _step_line(step: CalibratedStep) -> str:
 
 def learning_lines(found: LearningResult, width: int = LINE_WIDTH) -> list[str]:
     """Format runs, multipliers, refusals and remarks of all engines."""
-    from hpctrain.job.plan_text import wrapped
-
     lines = [line for engine in found.engines for line in (*_engine_lines(engine), "")]
     for mark, texts in (("left out  ", found.refused), ("mind      ", found.remarks)):
         for text in texts:
-            lines += wrapped(text.replace("\n", " "), mark, " " * len(mark), width)
+            lines += paragraph(text, mark, width=width)
     return [*lines, ""] if found.refused or found.remarks else lines
 
 
