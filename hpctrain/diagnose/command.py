@@ -14,6 +14,7 @@ from hpctrain.base.units import short_bytes
 from hpctrain.page.options import RunName, json_option, runs_option
 from hpctrain.page.output import json_out
 from hpctrain.page.text import facts, paragraph
+from hpctrain.page.words import words_of
 
 if TYPE_CHECKING:
     from hpctrain.diagnose.facts import Price, TopicFinding
@@ -82,7 +83,7 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
         rest = [one for one in diagnosis.findings if one.answer == answer]
         if rest:
             lines += ["", head]
-        named = ((f"  {one.topic.replace('_', ' ')}", one.words) for one in rest)
+        named = [(f"  {words_of(one.topic)}", one.words) for one in rest]
         lines += facts(*named, margin=17)
     return lines
 

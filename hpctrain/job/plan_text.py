@@ -21,6 +21,7 @@ from hpctrain.plan.documents import (
     RunnerUp,
 )
 from hpctrain.plan.forecast.documents import (
+    Assumption,
     BudgetDecision,
     Forecast,
     SpotComparison,
@@ -355,7 +356,7 @@ def explanation_lines(explanation: Explanation, width: int = LINE_WIDTH) -> list
         *facts(
             ("Search", counts_text(explanation)),
             ("Winner", (winner.description, price)),
-            ("Given", given and (f"{against}{given.description}", _loss(given))),
+            ("Given", (f"{against}{given.description}", _loss(given)) if given else None),
             width=width,
         ),
         *_section(
@@ -529,7 +530,8 @@ def spot_lines(comparison: SpotComparison, width: int = LINE_WIDTH) -> list[str]
         if one is not None
     ]
     headers = ("Tariff", "DAYS", "GPU-HOURS", "COST", "STARTS")
-    advice, assumed = [f"{comparison.recommended}: {comparison.reason}"], ()
+    advice = [f"{comparison.recommended}: {comparison.reason}"]
+    assumed: list[Assumption] = []
     if comparison.spot is not None:
         limit = comparison.break_even_preemption_seconds
         if limit is None:
@@ -540,7 +542,7 @@ def spot_lines(comparison: SpotComparison, width: int = LINE_WIDTH) -> list[str]
             rarer = f"rarer than one per {days(limit)}"
             advice.append(f"spot is cheaper while preemptions are {rarer}")
         known = comparison.on_demand.assumptions
-        assumed = (one for one in comparison.spot.assumptions if one not in known)
+        assumed = [one for one in comparison.spot.assumptions if one not in known]
     return [
         *columns_text(headers, rows, [False, True, True, True, True]),
         *facts(("Take", advice), *(("Assumed", str(one)) for one in assumed), width=width),

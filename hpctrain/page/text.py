@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hpctrain.base.printable_text import printable_line
 
@@ -74,6 +74,34 @@ def columns_text(
     return grid([headers, *rows], numeric)
 
 
+def used_widths(
+    names: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    *,
+    always: Sequence[str],
+    measure: Callable[[str], int] = len,
+) -> dict[str, int]:
+    """Return the widths of the columns in which something stands, and of those shown `always`."""
+    return {
+        name: max(map(measure, (name, *(row[name] for row in rows))))
+        for name in names
+        if name in always or any(row[name] not in ("-", "0") for row in rows)
+    }
+
+
+def fitting(
+    widths: Mapping[str, int], drop_order: Sequence[str], width: int, gap: str = _GAP
+) -> list[str]:
+    """Drop columns in this order until the others fit on a line of a terminal."""
+    shown = list(widths)
+    for name in drop_order:
+        if sum(widths[one] + len(gap) for one in shown) - len(gap) <= width:
+            break
+        if name in shown:
+            shown.remove(name)
+    return shown
+
+
 def shortened(text: str, longest: int) -> str:
     """Shorten a name to a column."""
     shown = printable_line(text)
@@ -106,7 +134,7 @@ def facts(*named: Named, margin: int = 10, width: int = LINE_WIDTH) -> list[str]
     """
     lines = []
     for name, said in named:
-        label = f"{name:<{margin}}"
+        label = f"{f'{name} ':<{margin}}"
         for text in (said,) if isinstance(said, str) else said or ():
             whole = isinstance(text, Whole)
             lines += [label + text] if whole else paragraph(text, label, width=width)

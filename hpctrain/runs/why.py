@@ -23,6 +23,7 @@ from hpctrain.judge.documents import History, Situation, Verdict
 from hpctrain.judge.launch_history import history
 from hpctrain.judge.policy import budget_of, decide, limit_of_all
 from hpctrain.page.text import Named, Whole, facts, paragraph
+from hpctrain.page.words import words_of
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import site_answer
 from hpctrain.records.ledger import Event, EventKind
@@ -467,7 +468,7 @@ def _end_facts(ended: LastEnd | None, now: float) -> Iterator[tuple[str, str | N
     ago = short_duration(max(0.0, now - ended.end_time))
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.end_time))
     yield "Ended", f"{launch}, {clock}, {ago} ago"
-    yield "  cause", f"{_words(ended.cause)}: {ended.reason}"
+    yield "  cause", f"{words_of(ended.cause)}: {ended.reason}"
     suspect = [
         f"rank {ended.rank}" if ended.rank is not None else "",
         f"node {ended.node}" if ended.node else "",
@@ -497,15 +498,19 @@ def _budget_lines(why: Why) -> list[str]:
     # Only replicas of a service have a budget for ends of their engine.
     if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
         head = "Budgets: retries without having served for a while, which fills them up"
-    used = [(_words(one.cause), one.used, one.allowed) for one in why.budgets if one.used]
-    used.append(("all together", why.failures_without_progress, why.failures_allowed))
-    named: list[Named] = [
-        (f"  {name}", Whole(_used(count, allowed))) for name, count, allowed in used
-    ]
+    counts = [(words_of(one.cause), one.used, one.allowed) for one in why.budgets if one.used]
+    counts.append(("all together", why.failures_without_progress, why.failures_allowed))
+    named: list[Named] = []
+    for name, used, allowed in counts:
+        spent = "; the next one stops the run" if used == allowed else ""
+        text = f"{used}, as often as it comes"
+        if allowed is not None:
+            text = f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
+        named.append((f"  {name}", Whole(text)))
     unused = sorted((b for b in why.budgets if not b.used), key=_by_allowance)
     for allowed, group in groupby(unused, key=_by_allowance):
         count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
-        names = ", ".join(_words(budget.cause) for budget in group)
+        names = ", ".join(words_of(budget.cause) for budget in group)
         named.append((f"  {count}", names))
     storm = why.storm
     window = short_duration(storm.window_seconds)
@@ -518,16 +523,5 @@ def _by_allowance(budget: CauseBudget) -> int:
     return -1 if budget.allowed is None else budget.allowed
 
 
-def _used(used: int, allowed: int | None) -> str:
-    if allowed is None:
-        return f"{used}, as often as it comes"
-    spent = "; the next one stops the run" if used == allowed else ""
-    return f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
-
-
 def _after(delay_seconds: float | None) -> str:
     return f", after {short_duration(delay_seconds)}" if delay_seconds else ""
-
-
-def _words(cause: str) -> str:
-    return cause.replace("_", " ")
