@@ -332,6 +332,12 @@ def test_classes_that_are_like_each_other_are_two_for_a_reason() -> None:
     assert not idle, f"reasons that nothing needs: {sorted(idle)}"
 
 
+def test_few_functions_are_a_piece_of_one_other() -> None:
+    """A private function that one place names cuts a thought in two, unless it has a noun."""
+    share = counts.one_use_share(read_package(PACKAGE))
+    assert share.part / share.whole <= 0.18, f"join them with who calls them: {share}"
+
+
 def test_names_of_test_files_are_unique() -> None:
     """pytest puts the directories of tests into one sys.path, so a second file would be lost."""
     # packages and programs that tests put into a path of their own
@@ -452,6 +458,52 @@ def test_only_the_room_of_pages_writes_markup_and_colours() -> None:
             if isinstance(node, ast.Attribute) and dotted(node) in ("click.style", "click.secho"):
                 found.append(f"{where(path, node)} {dotted(node)}")
     assert not found, f"`hpctrain.page` has elements, tables and colours: {found}"
+
+
+# A cell that is padded to a width: `<20`, `>9`, `13`, `{width}`; not digits such as `02d`.
+PADDED = re.compile(r"[^{0]?[<>^]|[1-9{]")
+# What is laid out by hand, beside `hpctrain.page`.
+OWN_COLUMNS = {
+    "checkpoints/resume_shares.py": "a format of files, whose lines are equally long",
+    "cli/main.py": "click's own columns of --help",
+    "job/footprint_command.py": "four tables whose numbers stand below each other",
+    "job/plan_text.py": "shares and prices before texts that are wrapped",
+    "report/week_page.py": "bars of characters",
+    "runs/files_command.py": "a line that is written over",
+    "runs/goodput.py": "bars of characters",
+    "runs/run_page.py": "a curve of characters with its axes",
+    "site/init.py": "comments beside fields of a YAML file",
+}
+
+
+def test_only_the_room_of_pages_aligns_columns() -> None:
+    found, needed = [], set()
+    for path, tree in trees().items():
+        if name(path).startswith("page/"):
+            continue
+        for node in nodes(tree):
+            spec = node.format_spec if isinstance(node, ast.FormattedValue) else None
+            text = ast.unparse(spec)[2:-1] if spec is not None else ""
+            called = node.func.attr if isinstance(getattr(node, "func", 0), ast.Attribute) else ""
+            if PADDED.match(text) or called in ("ljust", "rjust", "center"):
+                needed.add(name(path))
+                found += [f"{where(path, node)} {text}"] if name(path) not in OWN_COLUMNS else []
+    assert not found, f"`facts`, `grid` and `columns_text` of `hpctrain.page.text`: {found}"
+    assert needed == {*OWN_COLUMNS}, "not all of them align anything any more"
+
+
+def test_only_the_room_of_pages_prints_documents() -> None:
+    """`json_out` says the version, and which documents a command prints (`hpctrain schema`)."""
+    found = [
+        f"{where(path, one)} {called}"
+        for path, tree in trees().items()
+        if name(path).endswith("command.py")
+        for printed, node in calls(tree)
+        if printed in ("click.echo", "say")
+        for called, one in calls(node)
+        if called.rpartition(".")[2] in ("model_dump_json", "dumps")
+    ]
+    assert not found, f"`json_out` of `hpctrain.page.output`: {found}"
 
 
 def test_the_pure_rooms_touch_nothing() -> None:

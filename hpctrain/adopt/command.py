@@ -176,9 +176,9 @@ def _write_files(done: Adoption, output: Path) -> None:
         say("Before it can run:")
     for problem in left:
         hint = f" ({problem.hint})" if problem.hint else ""
-        say("\n".join(paragraph(f"{problem}{hint}", "- ", hang=2)))
+        say("\n".join(paragraph(f"{problem}{hint}", "- ")))
     for need in done.adapter_needs:
-        say("\n".join(paragraph(f"its adapter needs: {need}", "- ", hang=2)))
+        say("\n".join(paragraph(f"its adapter needs: {need}", "- ")))
     where = overlay if done.overlay is not None else done.profile or "PROFILE"
     say(f"Next  hpctrain validate -p {where} {spec}")
     say(f"      hpctrain try -p {where} {spec}")

@@ -186,7 +186,7 @@ def _bring(
         say("Before it can run:")
         for problem in error.problems:
             hint = f" ({problem.hint})" if problem.hint else ""
-            say("\n".join(paragraph(f"{problem}{hint}", "- ", hang=2)))
+            say("\n".join(paragraph(f"{problem}{hint}", "- ")))
         say(f"Next  hpctrain validate -p {profile or 'PROFILE'} {target}")
     else:
         say(f"Wrote {target}")

@@ -111,7 +111,7 @@ def _echo(mark: str, colour: str, text: str) -> None:
     """Print a line on stderr; one that a terminal would break is wrapped between words."""
     width = terminal_width()
     if sys.stderr.isatty() and len(mark) + len(text) > width:
-        text = "\n".join(paragraph(text, mark, hang=len(mark), width=width)).removeprefix(mark)
+        text = "\n".join(paragraph(text, mark, width=width)).removeprefix(mark)
     click.echo(coloured(mark, colour) + text, err=True)
 
 

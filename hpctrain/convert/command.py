@@ -8,6 +8,7 @@ import click
 
 from hpctrain.page.options import json_option
 from hpctrain.page.output import json_out, say
+from hpctrain.page.text import Whole, facts
 
 PATH = click.Path(path_type=Path)
 
@@ -41,5 +42,6 @@ def convert(source: Path, target: Path, as_json: bool) -> None:
         json_out("conversion", report)
         return
     merged = ", thin matrices merged" if report.merged_lora else ""
-    say(f"{report.form:13} {target}")
-    say(f"{report.model_type:13} {report.parameters:,} parameters in {report.dtype}{merged}")
+    made = f"{report.parameters:,} parameters in {report.dtype}{merged}"
+    named = ((report.form, Whole(target)), (report.model_type, Whole(made)))
+    say("\n".join(facts(*named, margin=14)))

@@ -11,7 +11,7 @@ import click
 from hpctrain.base.units import ByteSize, Duration
 from hpctrain.page.options import ProfileName, json_option
 from hpctrain.page.output import json_out, say
-from hpctrain.page.text import or_dash, paragraph
+from hpctrain.page.text import Whole, facts, or_dash, paragraph
 
 if TYPE_CHECKING:
     from hpctrain.records.datasets import DatasetSidecar
@@ -180,7 +180,7 @@ def show(prefix: Path, as_json: bool) -> None:
     arrays = {f"array {name}": shape for name, shape in fields.pop("arrays", {}).items()}
     for name, value in (*fields.items(), *arrays.items()):
         shown = f"{value:,}" if isinstance(value, int) else or_dash(value)
-        click.echo(f"{name:10} {shown}")
+        click.echo("\n".join(facts((name, Whole(shown)), margin=11)))
 
 
 @data.command(short_help="Read a whole dataset, and compare its digests")

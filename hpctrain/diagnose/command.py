@@ -14,6 +14,7 @@ from hpctrain.base.units import short_bytes
 from hpctrain.page.options import RunName, json_option, runs_option
 from hpctrain.page.output import json_out
 from hpctrain.page.text import facts, paragraph
+from hpctrain.page.words import words_of
 
 if TYPE_CHECKING:
     from hpctrain.diagnose.facts import Price, TopicFinding
@@ -82,8 +83,8 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
         rest = [one for one in diagnosis.findings if one.answer == answer]
         if rest:
             lines += ["", head]
-        for one in rest:
-            lines += paragraph(f"{one.topic.replace('_', ' '):<15}{one.words}", "  ", hang=17)
+        named = [(f"  {words_of(one.topic)}", one.words) for one in rest]
+        lines += facts(*named, margin=17)
     return lines
 
 
@@ -98,7 +99,7 @@ def _finding_lines(number: int, finding: TopicFinding, step_seconds: float | Non
         price = "" if remedy.price is None else f"; the plan then: {_price_text(remedy.price)}"
         named.append(("do", f"{remedy.words}{price}"))
         named.append(("", " ".join(f"--set {change}" for change in remedy.changes)))
-    lines = paragraph(f"{finding.question} Yes: {finding.words}.", f"{number}. ", hang=3)
+    lines = paragraph(f"{finding.question} Yes: {finding.words}.", f"{number}. ")
     return lines + facts(*((f"{_INDENT}{name}", text) for name, text in named), margin=9)
 
 

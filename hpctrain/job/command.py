@@ -20,6 +20,7 @@ from hpctrain.page.options import (
     yes_option,
 )
 from hpctrain.page.output import busy, json_out, line_width, say, warn
+from hpctrain.page.text import Whole, facts
 
 if TYPE_CHECKING:
     from hpctrain.job.job_submission import Submitted
@@ -199,4 +200,4 @@ def _announce(submitted: Submitted, *, as_json: bool) -> None:
         say()
         for label, words in (("follow", "logs -f"), ("see state", "status"), ("cancel", "cancel")):
             command = command_in(submitted.directory.parent, words, submitted.run_id)
-            say(f"To {label:<11}{command}")
+            say(*facts((f"To {label}", Whole(command)), margin=14))

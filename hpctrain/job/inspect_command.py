@@ -91,7 +91,7 @@ def validate(
         number = counted(len(asked), "question is open", "questions are open")
         say(f"{number}; put your values, and remove the comments `# ASK:`")
     for one in asked:
-        say("\n".join(paragraph(str(one), "- ", hang=2)))
+        say("\n".join(paragraph(str(one), "- ")))
 
 
 def validate_file(path: Path, kind: Kind | None = None, told: list[str] | None = None) -> str:

@@ -17,6 +17,7 @@ from hpctrain.page.options import (
     set_option,
 )
 from hpctrain.page.output import busy, json_out, line_width, say, table, warn
+from hpctrain.page.text import paragraph
 
 if TYPE_CHECKING:
     from hpctrain.engines.verification import Verification
@@ -236,7 +237,6 @@ def _plan_trainer(
         run_lines,
         spot_lines,
         trainer_answer_lines,
-        wrapped,
     )
     from hpctrain.job.trainer_forecast import trainer_facts, unknown_time
     from hpctrain.plan.forecast.options import cheapest_plan, check_currency
@@ -276,7 +276,7 @@ def _plan_trainer(
         lines += run_lines(prepared, width)
         if forecast is not None and pace is not None:
             pace_text = f"{short_duration(pace.step_seconds)} a step, {pace.source}"
-            lines += wrapped(pace_text, "Step      ", " " * 10, width)
+            lines += paragraph(pace_text, "Step      ", width=width)
             lines += forecast_lines(forecast, width)
         if spot is not None:
             lines += ["", *spot_lines(spot, width)]
@@ -314,7 +314,6 @@ def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None
         plan_lines,
         spot_lines,
         stage_rows,
-        wrapped,
     )
 
     assert option.decision is not None
@@ -331,7 +330,7 @@ def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None
     table(*stage_rows(made))
     click.echo()
     for reason in made.reasons:
-        click.echo("\n".join(wrapped(reason, "- ", "  ", width)))
+        click.echo("\n".join(paragraph(reason, "- ", width=width)))
     for warning in (*made.warnings, *([option.remark] if option.remark else [])):
         warn(warning)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import floor, log10
 from typing import TYPE_CHECKING
 
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.job.render.job_options import continuation_line, continuation_problems
-from hpctrain.page.text import LINE_WIDTH, facts, paragraph
+from hpctrain.page.text import LINE_WIDTH, Named, columns_text, facts, paragraph
 from hpctrain.plan.documents import (
     TOLD_APART,
     BatchSplit,
@@ -22,6 +21,7 @@ from hpctrain.plan.documents import (
     RunnerUp,
 )
 from hpctrain.plan.forecast.documents import (
+    Assumption,
     BudgetDecision,
     Forecast,
     SpotComparison,
@@ -46,10 +46,6 @@ _COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
     "RESERV": ("reserved",),
 }
 _SURE, _LIKELY = 0.9, 0.5  # probabilities of fitting, and the words for them
-_INDENT = 10
-_TIE = "\N{NO-BREAK SPACE}"  # textwrap breaks at ASCII white space only
-_TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs?|x|nodes?)\b|%)|(?<=·) ")
-_AXIS = re.compile(r"\b(tp|pp|vpp|cp|ep|dp|micro|recompute|stage|zero|order) (?=\S)")
 
 
 def plan_lines(plan: Plan, width: int = LINE_WIDTH) -> list[str]:
@@ -63,30 +59,28 @@ def plan_lines(plan: Plan, width: int = LINE_WIDTH) -> list[str]:
     sizes = {name.removesuffix("_bytes"): size for name, size in peak.model_dump().items()}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {short_bytes(size)}" for name, size in ordered if size)
-    return [
-        *entry(
+    return facts(
+        (
             "Plan",
             f"{plan.run_name} -> {plan.profile_name} ({plan.nodes}), engine {plan.engine}, "
             f"{short_count(plan.parameters)} parameters{learning}",
-            width,
         ),
-        *entry("Layout", f"{plan.layout} ({spans})", width),
-        *entry(
+        ("Layout", f"{plan.layout} ({spans})"),
+        (
             "Batch",
             f"{batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
             f"{batch.accumulation} x dp {plan.layout.dp}, {per_step(plan):,} {plan.unit} a step"
             f"{_ramp_words(batch)}",
-            width,
         ),
-        *entry(
+        (
             "Memory",
             f"{short_bytes(peak.total_bytes)}{_memory_range(plan)} of "
             f"{short_bytes(plan.gpu_memory_bytes)} a GPU in stage {plan.peak_stage} ({parts})",
-            width,
         ),
-        *(_step_lines(plan, plan.prediction, width) if plan.prediction else []),
-        *entry("Run", _run(plan), width),
-    ]
+        *(_step_facts(plan, plan.prediction) if plan.prediction else ()),
+        ("Run", _run(plan)),
+        width=width,
+    )
 
 
 def answer_lines(
@@ -104,41 +98,40 @@ def answer_lines(
     assert plan is not None
     peak = plan.memory[plan.peak_stage].total_bytes
     free = 1 - peak / plan.gpu_memory_bytes
-    lines = entry("Fits", f"{_fits(plan)}{percent(free)} free", width)
-    last = [*(entry("Ready", ready, width) if ready else []), ""]
+    named: list[Named] = [("Fits", f"{_fits(plan)}{percent(free)} free")]
     if forecast is None:
-        unknown = option.remark or "unknown: the profile does not have the speed of its GPUs"
-        return [*lines, *entry("Takes", unknown, width), *last]
-    lines += _price_lines(forecast, width)
-    for number, one in enumerate(advice or ()):
-        how = f": `{one.command}`" if one.command else ""
-        lines += entry("" if number else "Better", f"{one.sentence}{how}", width)
-    if advice is not None and not advice:
-        lines += entry("Better", "nothing found by other layouts or by fewer nodes", width)
-    return [*lines, *last]
+        unknown = "unknown: the profile does not have the speed of its GPUs"
+        named.append(("Takes", option.remark or unknown))
+    else:
+        named += _price_facts(forecast)
+        better = [
+            f"{one.sentence}: `{one.command}`" if one.command else one.sentence
+            for one in advice or ()
+        ]
+        if advice is not None:
+            none = "nothing found by other layouts or by fewer nodes"
+            named.append(("Better", better or none))
+    return [*facts(*named, ("Ready", ready), width=width), ""]
 
 
 def trainer_answer_lines(
     forecast: Forecast | None, unknown: str, ready: str | None = None, width: int = LINE_WIDTH
 ) -> list[str]:
     """Answer the same of a run with a trainer of its own; `unknown`: why there is no forecast."""
-    lines = entry("Takes", unknown, width) if forecast is None else _price_lines(forecast, width)
-    return [*lines, *(entry("Ready", ready, width) if ready else []), ""]
+    takes = [("Takes", unknown)] if forecast is None else _price_facts(forecast)
+    return [*facts(*takes, ("Ready", ready), width=width), ""]
 
 
-def _price_lines(forecast: Forecast, width: int) -> list[str]:
-    """Format how long a run takes and what it costs, with the range of the played runs."""
+def _price_facts(forecast: Forecast) -> Iterator[Named]:
+    """Say how long a run takes and what it costs, with the range of the played runs."""
     training = days(forecast.times.training_seconds)
     mean = days(forecast.times.total_seconds)
     took = days_range(forecast)
     average = "" if took == mean else f", {mean} on average"
-    lines = entry("Takes", f"{took}{average}; {training} of it training", width)
+    yield "Takes", f"{took}{average}; {training} of it training"
     hours = f"{forecast.gpu_hours:,.0f} GPU-hours"
     money = money_range(forecast)
-    return [
-        *lines,
-        *entry("Costs", hours if money is None else f"{money}; {hours} on average", width),
-    ]
+    yield "Costs", hours if money is None else f"{money}; {hours} on average"
 
 
 def run_lines(prepared: Prepared | PreparedTrainerRun, width: int = LINE_WIDTH) -> list[str]:
@@ -146,7 +139,7 @@ def run_lines(prepared: Prepared | PreparedTrainerRun, width: int = LINE_WIDTH) 
     from hpctrain.job.trainer_run import PreparedTrainerRun, trainer_lines
 
     if isinstance(prepared, PreparedTrainerRun):
-        lines = [line for pair in trainer_lines(prepared) for line in entry(*pair, width)]
+        lines = facts(*trainer_lines(prepared), width=width)
     else:
         lines = plan_lines(prepared.plan, width)
     return [*lines, *continuation_lines(prepared.job, width)]
@@ -154,23 +147,9 @@ def run_lines(prepared: Prepared | PreparedTrainerRun, width: int = LINE_WIDTH) 
 
 def continuation_lines(job: Job, width: int = LINE_WIDTH) -> list[str]:
     """Describe how the run continues after an attempt that ends early, and what prevents it."""
-    lines = entry("Continues", continuation_line(job.profile, job.partition), width)
-    for problem in continuation_problems(job.profile, job.partition):
-        lines.extend(entry("", problem, width))
-    return lines
-
-
-def entry(label: str, text: str, width: int = LINE_WIDTH) -> list[str]:
-    """Wrap a labelled paragraph; numbers stay with their unit, names of axes with their size."""
-    return wrapped(text, f"{label:<{_INDENT}}", " " * _INDENT, width)
-
-
-def wrapped(text: str, first: str, later: str, width: int = LINE_WIDTH) -> list[str]:
-    """Wrap a text into lines of at most `width` columns that begin with `first` and `later`."""
-    tied = _AXIS.sub(rf"\1{_TIE}", _TIED.sub(_TIE, text))
-    return [
-        line.replace(_TIE, " ") for line in paragraph(tied, first, hang=len(later), width=width)
-    ]
+    continues = continuation_line(job.profile, job.partition)
+    problems = continuation_problems(job.profile, job.partition)
+    return facts(("Continues", (continues, *problems)), width=width)
 
 
 def short_count(count: int) -> str:
@@ -196,8 +175,8 @@ def per_step(plan: Plan) -> int:
     return batch.global_batch if plan.unit == "images" else batch.tokens_per_step
 
 
-def _step_lines(plan: Plan, prediction: Prediction, width: int) -> list[str]:
-    """Format seconds, shares of the peak rate, and the parts of a step, the largest first."""
+def _step_facts(plan: Plan, prediction: Prediction) -> Iterator[Named]:
+    """Say seconds, shares of the peak rate, and the parts of a step, the largest first."""
     seconds = prediction.parts.total_seconds
     rates = f"MFU {percent(prediction.mfu)}, HFU {percent(prediction.hfu)}"
     rate = per_step(plan) / (seconds * plan.layout.world_size)
@@ -211,21 +190,12 @@ def _step_lines(plan: Plan, prediction: Prediction, width: int) -> list[str]:
     sure, spread = plan.certainty, " predicted"
     if sure is not None and sure.low_step_seconds and sure.high_step_seconds:
         spread = f" ({step_range(sure.low_step_seconds, sure.high_step_seconds)})"
-    return [
-        *entry("Step", f"{seconds_text(seconds)} a step{spread}, {rates}, {speed}", width),
-        *entry("", ", ".join(shares), width),
-        *(_site_lines(plan.certainty, width) if plan.certainty else []),
-    ]
-
-
-def _site_lines(certainty: Certainty, width: int) -> list[str]:
-    """Say which figures are the site's own: a plan never uses them silently."""
-    rates = ", ".join(certainty.measured)
-    measured = f"on this cluster, in place of packaged rates: {rates}"
-    return [
-        *(entry("Measured", measured, width) if rates else []),
-        *(entry("Learned", f"from {certainty.calibrated}", width) if certainty.calibrated else []),
-    ]
+    step = f"{seconds_text(seconds)} a step{spread}, {rates}, {speed}"
+    yield "Step", (step, ", ".join(shares))
+    if sure is not None:  # which figures are the site's own: a plan never uses them silently
+        instead = "on this cluster, in place of packaged rates: "
+        yield "Measured", sure.measured and instead + ", ".join(sure.measured)
+        yield "Learned", sure.calibrated and f"from {sure.calibrated}"
 
 
 def _fits(plan: Plan) -> str:
@@ -379,18 +349,16 @@ def explanation_lines(explanation: Explanation, width: int = LINE_WIDTH) -> list
     price = f"{short_bytes(winner.peak_bytes)} a GPU"
     if winner.step_seconds is not None:
         price = f"{seconds_text(winner.step_seconds)} a step · {price}"
-    given_lines = []
-    if given is not None:  # the spec's layout beside the one that `parallel: auto` would choose
-        slower = "" if given.slower is None else f"{share(given.slower)}: "
-        given_lines = [
-            *entry("Given", f"{slower}{given.description}", width),
-            *entry("", _loss(given), width),
-        ]
+    against = ""  # the spec's layout beside the one that `parallel: auto` would choose
+    if given is not None and given.slower is not None:
+        against = f"{share(given.slower)}: "
     return [
-        *entry("Search", counts_text(explanation), width),
-        *entry("Winner", winner.description, width),
-        *entry("", price, width),
-        *given_lines,
+        *facts(
+            ("Search", counts_text(explanation)),
+            ("Winner", (winner.description, price)),
+            ("Given", (f"{against}{given.description}", _loss(given)) if given else None),
+            width=width,
+        ),
         *_section(
             f"Other meshes: the best of each of {explanation.groups:,}", explanation.others, width
         ),
@@ -410,7 +378,7 @@ def doubt_lines(certainty: Certainty | None, width: int = LINE_WIDTH) -> list[st
         f"of ±{certainty.step_deviation:.0%} (68%) about the step: {told}; "
         "`hpctrain calibrate RUN ...` narrows it"
     )
-    return entry("Doubt", text, width)
+    return facts(("Doubt", text), width=width)
 
 
 def counts_text(explanation: Explanation) -> str:
@@ -426,13 +394,11 @@ def counts_text(explanation: Explanation) -> str:
 
 def _section(title: str, runners: tuple[RunnerUp, ...], width: int) -> list[str]:
     """Format runners-up below a title, in two lines each: the layout, and what it loses."""
-    indent = " " * _MARGIN
     lines = ["", title] if runners else []
     for one in runners:
         head = "no room" if one.shortage else "" if one.slower is None else share(one.slower)
         name = one.description if one.differs == str(one.layout) else one.differs
-        lines += wrapped(name, f"{head:>{_MARGIN - 2}}  ", indent, width)
-        lines += wrapped(_loss(one), indent, indent, width)
+        lines += facts((f"{head:>9}", (name, _loss(one))), margin=_MARGIN, width=width)
     return lines
 
 
@@ -477,14 +443,11 @@ def _front_lines(front: tuple[FrontPoint, ...], width: int) -> list[str]:
     for number in chosen:
         point = front[number]
         head = f"{seconds_text(point.step_seconds):>9}  {short_bytes(point.peak_bytes):>9}  "
-        lines += wrapped(point.description, head, " " * len(head), width)
+        lines += paragraph(point.description, head, width=width)
     return lines
 
 
 # -- Formats a forecast as sentences and columns, wrapped at a width that the caller knows ------
-
-
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:d|h|min|s|ms|[KMGT]iB|[A-Z]{3}|GPUs|steps)\b)")
 
 
 def forecast_lines(forecast: Forecast, width: int = LINE_WIDTH) -> list[str]:
@@ -524,19 +487,16 @@ def forecast_lines(forecast: Forecast, width: int = LINE_WIDTH) -> list[str]:
             f"{days(stops.preemption_mtbf_seconds)}"
         )
     failures = f"{text} · {days(stops.restart_seconds)} per restart"
-    lines = [
-        *_entry("Time", time, width),
-        *_entry("", " · ".join(overheads), width),
-        *_entry("Cost", cost, width),
-        *_entry("Failures", failures, width),
-        *_entry("Saves", _saves(forecast), width),
-        *_entry("Played", _played(forecast), width),
-    ]
-    for assumption in forecast.assumptions:
-        lines += _entry("Assumed", str(assumption), width)
-    for warning in forecast.warnings:
-        lines += _entry("Warning", warning, width)
-    return lines
+    return facts(
+        ("Time", (time, " · ".join(overheads))),
+        ("Cost", cost),
+        ("Failures", failures),
+        ("Saves", _saves(forecast)),
+        ("Played", _played(forecast)),
+        *(("Assumed", str(assumption)) for assumption in forecast.assumptions),
+        *(("Warning", warning) for warning in forecast.warnings),
+        width=width,
+    )
 
 
 def _played(forecast: Forecast) -> str:
@@ -558,45 +518,40 @@ def _played(forecast: Forecast) -> str:
 
 def spot_lines(comparison: SpotComparison, width: int = LINE_WIDTH) -> list[str]:
     """Format both tariffs in columns, then the recommendation."""
-    lines = [f"{'Tariff':<{_INDENT}}{'DAYS':>12}  {'GPU-HOURS':>11}  {'COST':>16}  {'STARTS':>7}"]
-    for one in (comparison.on_demand, comparison.spot):
-        if one is not None:
-            cost = f"{one.cost.amount:,.0f} {one.cost.currency}" if one.cost else "-"
-            lines.append(
-                f"{one.tariff:<{_INDENT}}{days_column(one):>12}  {one.gpu_hours:>11,.0f}  "
-                f"{cost:>16}  {one.starts:>7,.1f}"
-            )
-    lines += _entry("Take", f"{comparison.recommended}: {comparison.reason}", width)
+    rows = [
+        [
+            one.tariff,
+            days_column(one),
+            f"{one.gpu_hours:,.0f}",
+            f"{one.cost.amount:,.0f} {one.cost.currency}" if one.cost else "-",
+            f"{one.starts:,.1f}",
+        ]
+        for one in (comparison.on_demand, comparison.spot)
+        if one is not None
+    ]
+    headers = ("Tariff", "DAYS", "GPU-HOURS", "COST", "STARTS")
+    advice = [f"{comparison.recommended}: {comparison.reason}"]
+    assumed: list[Assumption] = []
     if comparison.spot is not None:
         limit = comparison.break_even_preemption_seconds
         if limit is None:
-            break_even = "spot is dearer even without preemptions"
+            advice.append("spot is dearer even without preemptions")
         elif limit == 0:
-            break_even = "spot is cheaper however often nodes are taken away"
+            advice.append("spot is cheaper however often nodes are taken away")
         else:
-            break_even = f"spot is cheaper while preemptions are rarer than one per {days(limit)}"
-        lines += _entry("", break_even, width)
-        lines += [
-            line
-            for assumption in comparison.spot.assumptions
-            if assumption not in comparison.on_demand.assumptions
-            for line in _entry("Assumed", str(assumption), width)
-        ]
-    return lines
+            rarer = f"rarer than one per {days(limit)}"
+            advice.append(f"spot is cheaper while preemptions are {rarer}")
+        known = comparison.on_demand.assumptions
+        assumed = [one for one in comparison.spot.assumptions if one not in known]
+    return [
+        *columns_text(headers, rows, [False, True, True, True, True]),
+        *facts(("Take", advice), *(("Assumed", str(one)) for one in assumed), width=width),
+    ]
 
 
 def decision_lines(decision: BudgetDecision, width: int = LINE_WIDTH) -> list[str]:
     """Format what the budget allows, or what is missing: one paragraph per statement."""
-    lines = []
-    for number, sentence in enumerate(decision.lines):
-        lines += _entry("Budget" if number == 0 else "", sentence, width)
-    return lines
-
-
-def _entry(label: str, text: str, width: int) -> list[str]:
-    """Wrap a labelled paragraph; a number stays on one line with its unit."""
-    lines = facts((label, _BEFORE_UNIT.sub(_TIE, text)), width=width)
-    return [line.replace(_TIE, " ") for line in lines]
+    return facts(("Budget", decision.lines), width=width)
 
 
 def _saves(forecast: Forecast) -> str:

@@ -137,7 +137,7 @@ def _inner_lines(kind: Kind, field: Field) -> Iterator[str]:
         kind_of = one.type if len(one.type) <= _LONG else f"{one.type[:_LONG].rstrip()} ..."
         default = f" · {default_text(one)}" if not one.fields else ""
         yield from paragraph(f"{one.name}: {kind_of}{default}", "  ", hang=6)
-        yield from paragraph(one.description, "      ", hang=6)
+        yield from paragraph(one.description, "      ")
 
 
 def _section_rows(kind: Kind) -> tuple[list[str], list[list[str]]]:
@@ -170,7 +170,7 @@ def examples(name: str | None) -> None:
         return
     for one, path in all_examples().items():
         click.echo(one)
-        for line in paragraph(_first_comment(path), "    ", hang=4):
+        for line in paragraph(_first_comment(path), "    "):
             click.echo(line)
 
 

@@ -18,7 +18,7 @@ from hpctrain.page.options import (
     set_option,
 )
 from hpctrain.page.output import busy, json_out
-from hpctrain.page.text import facts
+from hpctrain.page.text import columns_text, facts
 
 if TYPE_CHECKING:
     from hpctrain.job.simulation import Interval, Simulation
@@ -224,8 +224,7 @@ def simulate(
 # -- Formats the results of simulated runs, in lines of at most 80 columns ----------------------
 
 
-_HEADS = ("SPARES", "INTERVAL", "ETTR", "5-95 %", "DAYS", "GPU-HOURS", "STOPPED")
-_WIDTHS = (8, 10, 8, 14, 8, 14, 9)
+_HEADS = ("SPARES", "INTERVAL", "ETTR", "5-95 %", "DAYS", "GPU-HOURS", "STOPPED", "")
 
 
 def simulation_lines(simulation: Simulation) -> list[str]:
@@ -239,9 +238,8 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         f"{short_duration(scenario.save_stall_seconds)}; restart "
         f"{short_duration(scenario.restart_seconds)}; {choice.outcomes[0].trials:,} runs each"
     )
-    lines = [*facts(("Played", played)), "", _columns(_HEADS)]
-    for index, one in enumerate(choice.outcomes):
-        cells = (
+    rows = [
+        (
             f"{one.spare_nodes:,}",
             short_duration(one.interval_seconds),
             f"{one.ettr.mean:.3f}",
@@ -249,8 +247,10 @@ def simulation_lines(simulation: Simulation) -> list[str]:
             f"{one.days.mean:,.1f}",
             f"{one.gpu_hours.mean:,.0f}",
             f"{one.stopped:.0%}",
+            _mark(simulation, index),
         )
-        lines.append(_columns(cells) + _mark(simulation, index))
+        for index, one in enumerate(choice.outcomes)
+    ]
     # In a mean run, the largest first.
     total = sum(best.seconds.values())
     lost = ", ".join(
@@ -277,7 +277,9 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         f"{short_duration(choice.poisson_seconds)}, one attempt, is {choice.poisson_spares}"
     )
     return [
-        *lines,
+        *facts(("Played", played)),
+        "",
+        *columns_text(_HEADS, rows, [True] * 7 + [False]),
         "",
         *facts(
             ("Best", "; ".join(choice.reasons)),
@@ -301,8 +303,4 @@ def _mark(simulation: Simulation, index: int) -> str:
         marks.append("spec")
     if index == simulation.choice.best and len(simulation.choice.outcomes) > 1:
         marks.append("best")
-    return f"  {', '.join(marks)}" if marks else ""
-
-
-def _columns(cells: tuple[str, ...]) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+    return ", ".join(marks)

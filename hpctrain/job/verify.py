@@ -12,7 +12,6 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from textwrap import wrap
 
 from pydantic import ValidationError
 
@@ -27,7 +26,7 @@ from hpctrain.engines.verification import (
     compare,
     planned_kept_bytes,
 )
-from hpctrain.page.text import LINE_WIDTH, columns_text
+from hpctrain.page.text import LINE_WIDTH, columns_text, paragraph
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.engines.registry import abilities_of
 
@@ -97,8 +96,8 @@ def verification_lines(verification: Verification, width: int = LINE_WIDTH) -> l
         f"Verify    one rank of each stage, built by megatron-core "
         f"{verification.megatron_core_version} on no GPU",
         *rows,
-        *_wrapped("", _verdict(verification), width),
-        *(line for remark in verification.remarks for line in _wrapped("- ", remark, width)),
+        *paragraph(_verdict(verification), width=width),
+        *(line for remark in verification.remarks for line in paragraph(remark, "- ", width=width)),
     ]
 
 
@@ -125,7 +124,3 @@ def _verdict(verification: Verification) -> str:
 
 def _excess(stage: VerifiedStage) -> int:
     return stage.planned_parameters - stage.built_parameters
-
-
-def _wrapped(bullet: str, text: str, width: int) -> list[str]:
-    return wrap(text, width, initial_indent=bullet, subsequent_indent=" " * len(bullet))

@@ -21,7 +21,7 @@ from rich.text import Text
 from hpctrain.base import clock
 from hpctrain.base.units import short_duration
 from hpctrain.observe.live_view import LiveRow, LiveView, RunDetails
-from hpctrain.page.text import is_numeric, paragraph
+from hpctrain.page.text import Whole, facts, fitting, is_numeric, paragraph, used_widths
 from hpctrain.records.find import RunFiles
 from hpctrain.runs.logs import LogTail
 from hpctrain.runs.notify import state_words
@@ -216,7 +216,7 @@ def _message(state: TopState, width: int) -> list[Text]:
     if not (state.problem or state.message):
         return [Text(shortened(printable(state.filters), width), _DIM)]
     words = printable(" ".join((state.problem or state.message).split()))
-    lines = paragraph(words, "", hang=2, width=max(10, width))
+    lines = paragraph(words, hang=2, width=max(10, width))
     style = _ALARM if state.problem else _BOLD
     return [_cut(Text(line, style), width) for line in lines[:_MOST_MESSAGE_LINES]]
 
@@ -230,16 +230,11 @@ def _table(state: TopState, width: int) -> list[Text]:
         none = "no runs here" if not state.view or not state.view.rows else "no run is shown"
         return [Text(), Text(f"  {none if state.view else ''}")]
     body = [_cells(row) for row in state.shown]
-    others = len({row.status.owner for row in state.shown}) > 1
-    used = [
-        name
-        for name in COLUMNS
-        if name in ("RUN", "STATE")
-        or (name != "USER" and any(one[name] not in ("-", "0") for one in body))
-        or (name == "USER" and others)
-    ]
-    widths = {name: max(len(name), *(cell_len(one[name]) for one in body)) for name in used}
-    shown, gap, widths["RUN"] = _columns(used, widths, width)
+    columns = list(COLUMNS)
+    if len({row.status.owner for row in state.shown}) < 2:
+        columns.remove("USER")
+    widths = used_widths(columns, body, always=("RUN", "STATE"), measure=cell_len)
+    shown, gap, widths["RUN"] = _columns(widths, width)
     right = {name: name in _RIGHT or is_numeric([one[name] for one in body]) for name in shown}
     head = gap.join(_padded(name, widths[name], right[name]) for name in shown)
     lines = [_cut(Text(f"  {head}", _BOLD), width)]
@@ -262,17 +257,15 @@ def _table(state: TopState, width: int) -> list[Text]:
     return lines
 
 
-def _columns(used: list[str], widths: dict[str, int], width: int) -> tuple[list[str], str, int]:
+def _columns(widths: dict[str, int], width: int) -> tuple[list[str], str, int]:
     """Choose columns, the gap between them, and the width of names."""
-    shown = list(used)
-    for dropped in ("", *_DROPPED):
-        if dropped in shown:
-            shown.remove(dropped)
-        others = 2 + sum(widths[name] for name in shown if name != "RUN")
-        for gap in ("  ", " "):
-            room = width - others - len(gap) * (len(shown) - 1)
-            if room >= min(widths["RUN"], _SHORT_NAME):
-                return shown, gap, min(widths["RUN"], room)
+    least = min(widths["RUN"], _SHORT_NAME)
+    shown = fitting({**widths, "RUN": least}, _DROPPED, width - 2, " ")
+    others = 2 + sum(widths[name] for name in shown if name != "RUN")
+    for gap in ("  ", " "):
+        room = width - others - len(gap) * (len(shown) - 1)
+        if room >= least:
+            return shown, gap, min(widths["RUN"], room)
     return shown, " ", max(4, min(widths["RUN"], width - others - len(shown)))
 
 
@@ -490,5 +483,9 @@ def help_page() -> list[str]:
         ("Keys", KEYS),
         ("Columns; a wider terminal has more of them", _COLUMNS),
     ):
-        lines += ["", title, *(f"  {name:<14}  {what}" for name, what in pairs)]
+        lines += [
+            "",
+            title,
+            *facts(*((f"  {name}", Whole(what)) for name, what in pairs), margin=18),
+        ]
     return lines[1:]

@@ -144,7 +144,7 @@ def say(text: str = "") -> None:
 def warn(text: str) -> None:
     """Print a warning on stderr: wrapped on a terminal, one line elsewhere."""
     first = "warning: "
-    lines = paragraph(text, first, hang=len(first)) if sys.stderr.isatty() else [first + text]
+    lines = paragraph(text, first) if sys.stderr.isatty() else [first + text]
     say("\n".join(lines))
 
 

@@ -181,7 +181,7 @@ def _slurm() -> SlurmClient:
 
 
 def _tell(answer: ControlResult) -> None:
-    say("\n".join(paragraph(answer.message, "", hang=2)) if sys.stderr.isatty() else answer.message)
+    say("\n".join(paragraph(answer.message, hang=2)) if sys.stderr.isatty() else answer.message)
 
 
 @click.command()

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.judge.attempts import ENDS_RUN, Attempt, attempts, signals
-from hpctrain.page.text import facts, paragraph
+from hpctrain.page.text import Whole, facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import SiteAnswer, site_answer
 from hpctrain.records.ledger import Event, EventKind
@@ -268,9 +268,14 @@ _TEXT = 12
 
 def story_lines(story: RunStory) -> list[str]:
     """Format attempts in order, each with its launches, then requests and checkpoints."""
-    head = (("Run", story.run_id), ("State", story.state), ("Reason", story.reason))
-    lines = [*facts(*head, margin=11), f"Directory  {story.directory}"]
-    lines += facts(*(("Submitted", line) for line in story.answer.lines), margin=11)
+    lines = facts(
+        ("Run", story.run_id),
+        ("State", story.state),
+        ("Reason", story.reason),
+        ("Directory", Whole(story.directory)),
+        *(("Submitted", line) for line in story.answer.lines),
+        margin=11,
+    )
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]
     if story.asked:
@@ -278,11 +283,12 @@ def story_lines(story: RunStory) -> list[str]:
     for asked in story.asked:
         why = f": {asked.reason}" if asked.reason else ""
         who = asked.user or "somebody"
-        lines += _hung(f"  {_clock(asked.asked_time)}  ", f"{asked.action} by {who}{why}")
+        lines += paragraph(f"{asked.action} by {who}{why}", f"  {_clock(asked.asked_time)}  ")
         if asked.answer is None or asked.answer_seconds is None:
             lines.append("    not followed yet")
         else:
-            lines += _hung(f"    {short_duration(asked.answer_seconds)} later  ", asked.answer)
+            later = f"    {short_duration(asked.answer_seconds)} later  "
+            lines += paragraph(asked.answer, later)
     lines += ["", "Checkpoints"]
     for checkpoint in story.checkpoints:
         size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
@@ -311,9 +317,9 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
     lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
     lines += facts(("  placed", attempt.placement), margin=_TEXT)
-    details = f"{'':{_TEXT}}| "
+    details = " " * _TEXT + "| "
     for line in attempt.placement_details:
-        lines += _hung(details, line)
+        lines += paragraph(line, details)
     for launch in attempt.launches:
         steps = f"from step {launch.resume_step}"
         if launch.last_step is not None:
@@ -325,7 +331,7 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         if launch.cause:
             lines += facts(("  ended", f"{launch.cause}: {launch.reason}"), margin=_TEXT)
         for line in launch.evidence:
-            lines += _hung(details, line)
+            lines += paragraph(line, details)
     then = attempt.action and f"{attempt.action}: {attempt.reason}"
     return lines + facts(
         ("  signals", ", ".join(attempt.signals)),
@@ -335,10 +341,6 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         ("  then", then),
         margin=_TEXT,
     )
-
-
-def _hung(first: str, text: str) -> list[str]:
-    return paragraph(text, first, hang=len(first))
 
 
 def _clock(seconds: float) -> str:
@@ -361,7 +363,8 @@ def software_lines(records: Sequence[SoftwareRecord]) -> list[str]:
             nodes = ", ".join(record.nodes[:_MOST_NODES])
             more = len(record.nodes) - _MOST_NODES
             lines.append(f"  on {nodes}" + (f" and {more} more" if more > 0 else ""))
-        lines += [f"  {name:<19}{value}" for name, value in _facts(record.facts)]
+        named = ((f"  {name}", Whole(value)) for name, value in _facts(record.facts))
+        lines += facts(*named, margin=21)
     return lines
 
 

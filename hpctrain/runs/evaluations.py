@@ -184,11 +184,11 @@ def evaluation_lines(rows: Sequence[EvaluationRow], most: int | None = None) -> 
         metrics.append("-" if row.metrics is None else ", ".join(numbers))
     for line, words in zip(aligned(grid, numeric), metrics, strict=True):
         first = "  ".join(line)
-        yield from paragraph(words, f"{first}  ", hang=len(first) + 2) or [first.rstrip()]
+        yield from paragraph(words, f"{first}  ") or [first.rstrip()]
     for row in shown:
         if row.state != "done" and row.reason:
             text = f"{row.name} of step {row.step:,}, attempt {row.attempt}: {row.reason}"
-            yield from paragraph(text, "", hang=2)
+            yield from paragraph(text, hang=2)
             if row.log is not None:
                 yield f"  {row.log}"
     if len(ordered) > len(shown):

@@ -6,13 +6,14 @@ not belong here: assigning time to categories (`telemetry.timeline`), sums (`tel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.base import clock
 from hpctrain.base.units import short_duration
 from hpctrain.judge.attempts import marks_of
-from hpctrain.page.words import counted
+from hpctrain.page.text import columns_text, facts
+from hpctrain.page.words import counted, words_of
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import (
@@ -26,7 +27,7 @@ from hpctrain.records.step_times import read_step_times
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.runs.run_documents import AnyPlan, known_any_plan, reports_steps
 from hpctrain.runs.state import waits_for_person
-from hpctrain.telemetry.goodput import OF_STEPS, Goodput, LossByCause, account
+from hpctrain.telemetry.goodput import OF_STEPS, Goodput, account
 from hpctrain.telemetry.timeline import Timeline, TrainedStep, timeline
 
 _QUIET_SECONDS = 1800.0
@@ -124,13 +125,7 @@ _LABELS = {
 }
 
 _UNREPORTED = "unreported"
-# Heading, width and cell of the columns about a cause.
-_COLUMNS: tuple[tuple[str, int, Callable[[LossByCause], str]], ...] = (
-    ("ENDS", 6, lambda loss: f"{loss.ends:,}"),
-    ("LOST", 10, lambda loss: _time(loss.lost_seconds)),
-    ("GPU-HOURS", 12, lambda loss: f"{loss.lost_gpu_hours:,.1f}"),
-    ("STEPS", 8, lambda loss: "-" if loss.lost_steps is None else f"{loss.lost_steps:,}"),
-)
+_COLUMNS = ("CAUSE", "ENDS", "LOST", "GPU-HOURS", "STEPS", "MOSTLY")
 
 
 def goodput_lines(goodput: Goodput) -> list[str]:
@@ -160,18 +155,20 @@ def goodput_lines(goodput: Goodput) -> list[str]:
         bar = f"{'#' * filled:<{_BAR}}"
         lines.append(f"{label:<14} {bar} {spent / wall:>7.2%}  {_time(spent):>10}".rstrip())
     lines += ["", *_ratios(goodput)]
-    if goodput.causes:  # the most expensive first, with the largest category of each
-        lines += ["", _row("CAUSE", (head for head, _, _ in _COLUMNS), "MOSTLY")]
-    for loss in goodput.causes:
-        mostly = _LABELS[max(loss.seconds, key=loss.seconds.__getitem__)] if loss.seconds else "-"
-        cells = (cell(loss) for _, _, cell in _COLUMNS)
-        lines.append(_row(loss.cause.replace("_", " "), cells, mostly))
+    rows = [  # the most expensive first, with the largest category of each
+        (
+            words_of(loss.cause),
+            f"{loss.ends:,}",
+            _time(loss.lost_seconds),
+            f"{loss.lost_gpu_hours:,.1f}",
+            "-" if loss.lost_steps is None else f"{loss.lost_steps:,}",
+            _LABELS[max(loss.seconds, key=loss.seconds.__getitem__)] if loss.seconds else "-",
+        )
+        for loss in goodput.causes
+    ]
+    if rows:
+        lines += ["", *columns_text(_COLUMNS, rows, [False, True, True, True, True, False])]
     return lines
-
-
-def _row(cause: str, cells: Iterable[str], mostly: str) -> str:
-    padded = (f"{cell:>{width}}" for cell, (_, width, _) in zip(cells, _COLUMNS, strict=True))
-    return f"{cause:<18}{''.join(padded)}  {mostly}".rstrip()
 
 
 def _ratios(goodput: Goodput) -> list[str]:
@@ -183,16 +180,19 @@ def _ratios(goodput: Goodput) -> list[str]:
         for name, window in (("hour", goodput.hour), ("day", goodput.day))
         if window.last is not None
     )
-    lines = [f"ETTR      {queue}"]
-    lines += [f"Windows   {windows}"] if windows else []
     failures = counted(goodput.failures, "failure") if goodput.failures else "none"
     mttf = f", one per {short_duration(goodput.mttf_seconds)}" if goodput.mttf_seconds else ""
-    lines.append(f"Failures  {failures}{mttf}")
+    recovery = None
     if goodput.recovery_median_seconds is not None and goodput.recovery_mean_seconds is not None:
         median = short_duration(goodput.recovery_median_seconds)
         mean = short_duration(goodput.recovery_mean_seconds)
-        lines.append(f"Recovery  median {median}, mean {mean}, from the last sign to a new step")
-    return lines
+        recovery = f"median {median}, mean {mean}, from the last sign to a new step"
+    return facts(
+        ("ETTR", queue),
+        ("Windows", windows),
+        ("Failures", f"{failures}{mttf}"),
+        ("Recovery", recovery),
+    )
 
 
 def _time(seconds: float) -> str:

@@ -28,7 +28,7 @@ from hpctrain.notify.delivery import (
 )
 from hpctrain.notify.message_text import write_test_message
 from hpctrain.notify.notices import NoticeKind, RunFacts, notices_of
-from hpctrain.page.text import marked
+from hpctrain.page.text import Named, Whole, facts, marked
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, read_manifest
@@ -268,19 +268,19 @@ def state_words(one: NoticeState) -> str:
 
 def settings_lines(settings: NotifySettings) -> list[str]:
     """List channels and times; a secret is shown by its source only."""
-    lines = []
+    named: list[Named] = []
     for channel in settings.channels:
         source = channel.url_file
         where = f"address in {source}" if source else f"to {', '.join(channel.to)}"
-        lines.append(f"{channel.name:<10}{where}")
-    lines.append(f"{'events':<10}{', '.join(settings.on)}")
+        named.append((channel.name, Whole(where)))
+    named.append(("events", Whole(", ".join(settings.on))))
     if settings.quiet_minutes is not None:
         begin, end = (f"{minutes // 60:02d}:{minutes % 60:02d}" for minutes in
                       settings.quiet_minutes)  # fmt: skip
         night = ", ".join(settings.even_at_night)
         but = f", but for {night}" if night else ""
-        lines.append(f"{'quiet':<10}{begin}-{end} {settings.time_zone}{but}")
-    return lines
+        named.append(("quiet", Whole(f"{begin}-{end} {settings.time_zone}{but}")))
+    return facts(*named)
 
 
 def answer_lines(tests: Sequence[ChannelTest]) -> list[str]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.base.formats import NewerFormatError
 from hpctrain.base.units import short_duration
 from hpctrain.page.output import coloured
-from hpctrain.page.text import facts
+from hpctrain.page.text import LINE_WIDTH, Whole, facts, grid
 from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.find import RunFiles, command_in
 from hpctrain.records.requests import user_name
@@ -152,7 +152,7 @@ def _planned(run: RunFiles) -> Planned | None:
 # -- Formats the first page about one run, at most 80 columns wide ------------------------------
 
 
-_WIDTH, _MARGIN = 80, 11
+_MARGIN = 11
 _CURVE_COLUMNS, _CURVE_LINES = 60, 6
 _MOST_EVALUATIONS = 6
 _MOST_UNTOLD = 3
@@ -196,17 +196,16 @@ def page_lines(page: RunPage) -> Iterator[str]:
     job = "" if row.job_id is None else f" · job {row.job_id}"
     attempt = f" · attempt {row.attempts}" if row.attempts else ""
     state = coloured(row.state.value, COLOURS.get(row.state.value))
-    yield f"{'Run':<{_MARGIN}}{row.run_id}"
-    yield f"{'State':<{_MARGIN}}{state}{job}{attempt}"
-    yield from facts(("Reason", row.reason), margin=_MARGIN)
-    if row.owner not in (None, user_name()):
-        yield f"{'Owner':<{_MARGIN}}{row.owner}"
     untold = [state_words(one) for one in page.untold[:_MOST_UNTOLD]]
     if len(page.untold) > _MOST_UNTOLD:
         more = len(page.untold) - _MOST_UNTOLD
         notify = command_in(Path(page.directory).parent, "notify", row.run_id)
         untold.append(f"and {more} more: `{notify}`")
     yield from facts(
+        ("Run", row.run_id),
+        ("State", Whole(f"{state}{job}{attempt}")),
+        ("Reason", row.reason),
+        ("Owner", None if row.owner == user_name() else row.owner),
         ("Progress", _progress(page)),
         ("Plan", _plan(page)),
         ("Left", _left(page)),
@@ -214,11 +213,10 @@ def page_lines(page: RunPage) -> Iterator[str]:
         ("Time", _time(page)),
         ("Directory", page.directory),
         ("Log", page.log),
-        *(("" if number else "Not told", words) for number, words in enumerate(untold)),
+        ("Not told", untold),
+        ("Curves", map(Whole, page.tracking)),
         margin=_MARGIN,
     )
-    for number, command in enumerate(page.tracking):  # whole, to be copied
-        yield f"{'' if number else 'Curves':<{_MARGIN}}{command}"
     if len(page.curve) > 1:
         yield ""
         yield from curve_lines(page.curve)
@@ -236,13 +234,11 @@ def next_lines(directory: Path, state: str, margin: int, *, explained: bool = Fa
         for words, what in _NEXT[state]
         if not (explained and words == _WHY)
     ]
-    width = max((len(command) for command, _ in commands), default=0)
-    lines = []
-    for number, (command, what) in enumerate(commands):
-        line = f"{'' if number else 'Next':<{margin}}{command:<{width}}"
-        both = f"{line}  {what}"
-        lines.append(both if len(both) <= _WIDTH else line.rstrip())
-    return lines
+    lines = (
+        Whole(command if margin + len(line) > LINE_WIDTH else line)
+        for (command, _), line in zip(commands, grid(commands), strict=True)
+    )
+    return facts(("Next", lines), margin=margin)
 
 
 def _progress(page: RunPage) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.units import short_duration
 from hpctrain.page.output import coloured
-from hpctrain.page.text import aligned, is_numeric, or_dash, paragraph
+from hpctrain.page.text import aligned, fitting, is_numeric, or_dash, paragraph, used_widths
 from hpctrain.records.requests import user_name
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def people_lines(rows: Sequence[RunStatus], width: int) -> Iterator[str]:
         line[state] = coloured(line[state], COLOURS.get(row.state.value))
         yield _GAP.join(line).rstrip()
         for sentence in sentences(row):
-            yield from paragraph(sentence, _GAP, hang=2, width=width)
+            yield from paragraph(sentence, _GAP, width=width)
 
 
 def sentences(row: RunStatus) -> Iterator[str]:
@@ -107,21 +107,9 @@ def _columns(body: Sequence[dict[str, str]], width: int) -> tuple[list[str], int
 
     A name that is much longer than others would leave no room for anything else in all rows.
     """
-    fixed = ("RUN", "STATE")
-    widths = {name: max(len(name), *(len(one[name]) for one in body)) for name in _ALL}
-    shown = [
-        name for name in _ALL if name in fixed or any(one[name] not in ("-", "0") for one in body)
-    ]
-
-    def needed() -> int:
-        return sum(widths[name] + len(_GAP) for name in shown) - len(_GAP)
-
-    longest = max(_LONG_NAME, width - needed() + widths["RUN"])
+    widths = used_widths(_ALL, body, always=("RUN", "STATE"))
+    others = sum(widths[name] + len(_GAP) for name in widths if name != "RUN")
+    longest = max(_LONG_NAME, width - others)
     short = [len(one["RUN"]) for one in body if len(one["RUN"]) <= longest]
     widths["RUN"] = max(len("RUN"), *short, 0)
-    for name in _DROPPED:
-        if needed() <= width:
-            break
-        if name in shown:
-            shown.remove(name)
-    return shown, longest
+    return fitting(widths, _DROPPED, width), longest

@@ -6,7 +6,6 @@ Belongs here: querying the ledger, the policy and Slurm. Does not belong here: d
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -29,7 +28,8 @@ from hpctrain.judge.policy_preview import (
     counts_serving,
     preview_policy,
 )
-from hpctrain.page.text import LINE_WIDTH, facts, paragraph
+from hpctrain.page.text import Named, Whole, facts, paragraph
+from hpctrain.page.words import words_of
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import site_answer
 from hpctrain.records.ledger import Event, EventKind
@@ -280,8 +280,8 @@ def why_lines(why: Why, now: float) -> list[str]:
     )
     if why.state.over:
         lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
-    for index, line in enumerate(why.ended.evidence if why.ended else ()):
-        lines.append(f"{'' if index else 'Evidence':<{_MARGIN}}| {line}")
+    if why.ended:
+        lines += facts(("Evidence", (Whole(f"| {line}") for line in why.ended.evidence)))
     if action := why.action:
         reason = "" if action.reason == why.state_reason else f": {action.reason}"
         lines += facts(
@@ -297,11 +297,11 @@ def why_lines(why: Why, now: float) -> list[str]:
         when = "after `hpctrain resume`, when" if why.state.over else "when"
         lines += ["", f"Next, {when}"]
     for one in why.foresight:
-        lines += paragraph(", ".join(one.conditions), "  ", hang=2)
+        lines += paragraph(", ".join(one.conditions), "  ")
         text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
-        lines += paragraph(text, "    -> ", hang=7)
+        lines += paragraph(text, "    -> ")
         for observation in one.observed:
-            lines += paragraph(f"observed: {_observed(observation)}", " " * 7, hang=7)
+            lines += paragraph(f"observed: {_observed(observation)}", " " * 7)
     return lines
 
 
@@ -313,7 +313,7 @@ def _end_facts(ended: LastEnd | None, now: float) -> Iterator[tuple[str, str | N
     ago = short_duration(max(0.0, now - ended.end_time))
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.end_time))
     yield "Ended", f"{launch}, {clock}, {ago} ago"
-    yield "  cause", f"{_words(ended.cause)}: {ended.reason}"
+    yield "  cause", f"{words_of(ended.cause)}: {ended.reason}"
     suspect = [
         f"rank {ended.rank}" if ended.rank is not None else "",
         f"node {ended.node}" if ended.node else "",
@@ -342,38 +342,30 @@ def _budget_lines(why: Why) -> list[str]:
     head = f"Budgets: retries without a new checkpoint (newest: {newest}), which fills them up"
     if counts_serving(why.budgets):
         head = "Budgets: retries without having served for a while, which fills them up"
-    lines = textwrap.wrap(head, LINE_WIDTH)
-    used = [budget for budget in why.budgets if budget.used]
-    for budget in used:
-        lines.append(f"  {_words(budget.cause):<18}{_used(budget.used, budget.allowed)}")
-    all_used = why.failures_without_progress
-    lines.append(f"  {'all together':<18}{_used(all_used, why.failures_allowed)}")
+    counts = [(words_of(one.cause), one.used, one.allowed) for one in why.budgets if one.used]
+    counts.append(("all together", why.failures_without_progress, why.failures_allowed))
+    named: list[Named] = []
+    for name, used, allowed in counts:
+        spent = "; the next one stops the run" if used == allowed else ""
+        text = f"{used}, as often as it comes"
+        if allowed is not None:
+            text = f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
+        named.append((f"  {name}", Whole(text)))
     unused = sorted((b for b in why.budgets if not b.used), key=_by_allowance)
     for allowed, group in groupby(unused, key=_by_allowance):
         count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
-        names = ", ".join(_words(budget.cause) for budget in group)
-        lines += facts((f"  {count}", names), margin=20)
+        names = ", ".join(words_of(budget.cause) for budget in group)
+        named.append((f"  {count}", names))
     storm = why.storm
     window = short_duration(storm.window_seconds)
     failures = f"{storm.failures} failure{'' if storm.failures == 1 else 's'}"
     text = f"{failures} in the last {window}; from {storm.threshold} on it waits"
-    return [*lines, f"  {'storm':<18}{text}"]
+    return paragraph(head) + facts(*named, ("  storm", Whole(text)), margin=20)
 
 
 def _by_allowance(budget: CauseBudget) -> int:
     return -1 if budget.allowed is None else budget.allowed
 
 
-def _used(used: int, allowed: int | None) -> str:
-    if allowed is None:
-        return f"{used}, as often as it comes"
-    spent = "; the next one stops the run" if used == allowed else ""
-    return f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
-
-
 def _after(delay_seconds: float | None) -> str:
     return f", after {short_duration(delay_seconds)}" if delay_seconds else ""
-
-
-def _words(cause: str) -> str:
-    return cause.replace("_", " ")

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.job.plan_text import entry, wrapped
-from hpctrain.page.text import LINE_WIDTH, columns_text, facts, or_dash
+from hpctrain.page.text import LINE_WIDTH, Whole, columns_text, facts, or_dash, paragraph
 from hpctrain.serve.plan.documents import seconds_text
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from hpctrain.serve.up import StartedService
 
 _MOST_ALTERNATIVES = 5
-_INDENT = " " * 10
 
 
 def planned_lines(planned: PlannedService, width: int = LINE_WIDTH) -> list[str]:
@@ -36,38 +34,33 @@ def planned_lines(planned: PlannedService, width: int = LINE_WIDTH) -> list[str]
     if planned.chosen is not None:
         lines += _service_plan_lines(planned.chosen, width)
     for refused in planned.refused:
-        lines.append("")
-        lines += entry("Refused", f"{refused.profile}:", width)
+        lines += ["", *facts(("Refused", f"{refused.profile}:"), width=width)]
         for line in refused.reason.splitlines()[:_MOST_ALTERNATIVES]:
-            lines += wrapped(line, f"{_INDENT}- ", f"{_INDENT}  ", width)
+            lines += paragraph(line, " " * 10 + "- ", width=width)
         if refused.hint is not None:
-            lines += wrapped(refused.hint, f"{_INDENT}hint: ", _INDENT, width)
+            lines += paragraph(refused.hint, " " * 10 + "hint: ", hang=10, width=width)
     return lines
 
 
 def _clarification_lines(clarification: Clarification, width: int) -> list[str]:
     """Format the price of each reading of a limit that does not name its latency."""
     limit = seconds_text(clarification.limit_seconds).replace(" ", "")
-    lines = wrapped(
+    lines = paragraph(
         f"{clarification.profile}: `objectives.p99: {limit}` does not say of which latency. It "
         "costs:",
-        "",
-        "",
-        width,
+        width=width,
     )
     for one in clarification.readings:
         what = f"nothing holds: {one.reason}"
         if one.holds:
             price = _money(one.cost_per_hour, clarification.currency)
             what = f"{one.summary}, {price} an hour; {one.reason}"
-        lines += entry(f"  {one.latency}", what, width)
-    lines += wrapped(
+        lines += facts((f"  {one.latency}", what), width=width)
+    lines += paragraph(
         f"Say which one, such as `--set objectives.ttft.p99={limit}` without `objectives.p99`: "
         "ttft is what users of a chat wait for, tpot how fast they read, e2e what programs wait "
         "for.",
-        "",
-        "",
-        width,
+        width=width,
     )
     return lines
 
@@ -132,50 +125,45 @@ def _service_plan_lines(plan: ServicePlan, width: int) -> list[str]:
         for one in plan.promises
     ]
     headers = ["", "LIMIT", "PREDICTED", "95 OF 100 WITHIN", "HOLDS"]
-    lines = [
-        *entry(
-            "Plan",
-            f"{where}{_count(plan)} replica{'s' if plan.count > 1 else ''} of {replica.gpus} x "
-            f"{replica.gpu} ({ranks}), {gpus}; {replica.engine}, {replica.precision} "
-            f"weights, {replica.kv_precision} keys and values",
-            width,
-        ),
-        *entry("Costs", costs, width),
-        *(
-            f"{'Promises' if not number else '':<10}{line}"
-            for number, line in enumerate(columns_text(headers, promises, numeric=False))
-        ),
-        *entry(
-            "Carries",
-            f"{plan.rate:,.4g} requests/s, up to {plan.capacity_rate:,.4g} within the limits; "
-            f"enough replicas answer {plan.availability:.3%} of the time",
-            width,
-        ),
-        *entry("Memory", f"{used}{whole} a GPU: {listed}", width),
-        *entry(
-            "Engine",
-            f"{replica.max_sequences} sequences and {replica.batch_tokens:,} tokens an iteration, "
-            f"requests of up to {replica.max_length:,} tokens",
-            width,
-        ),
-        *entry(
-            "Leaves",
-            f"a replica that is taken has {short_duration(plan.drain_seconds)} for what it has "
-            f"begun, which is enough for {finished}; the next one answers after "
-            f"{short_duration(plan.load_seconds)}",
-            width,
-        ),
-    ]
-    for number, other in enumerate(plan.alternatives[:_MOST_ALTERNATIVES]):
+    others: dict[str, list[str]] = {}
+    for other in plan.alternatives[:_MOST_ALTERNATIVES]:
         own, theirs = plan.cost_per_hour, other.cost_per_hour
         label = "Cheaper" if theirs is not None and own is not None and theirs < own else "Others"
         price = f", {_money(theirs, currency)}" if theirs else ""
-        text = f"{other.summary}{price}: {other.reason}"
-        lines += entry("" if number else label, text, width)
-    lines.append("")
-    for reason in plan.reasons:
-        lines += wrapped(reason, "- ", "  ", width)
-    return lines
+        others.setdefault(label, []).append(f"{other.summary}{price}: {other.reason}")
+    return [
+        *facts(
+            (
+                "Plan",
+                f"{where}{_count(plan)} replica{'s' if plan.count > 1 else ''} of {replica.gpus} x "
+                f"{replica.gpu} ({ranks}), {gpus}; {replica.engine}, {replica.precision} "
+                f"weights, {replica.kv_precision} keys and values",
+            ),
+            ("Costs", costs),
+            ("Promises", map(Whole, columns_text(headers, promises, numeric=False))),
+            (
+                "Carries",
+                f"{plan.rate:,.4g} requests/s, up to {plan.capacity_rate:,.4g} within the limits; "
+                f"enough replicas answer {plan.availability:.3%} of the time",
+            ),
+            ("Memory", f"{used}{whole} a GPU: {listed}"),
+            (
+                "Engine",
+                f"{replica.max_sequences} sequences and {replica.batch_tokens:,} tokens an "
+                f"iteration, requests of up to {replica.max_length:,} tokens",
+            ),
+            (
+                "Leaves",
+                f"a replica that is taken has {short_duration(plan.drain_seconds)} for what it has "
+                f"begun, which is enough for {finished}; the next one answers after "
+                f"{short_duration(plan.load_seconds)}",
+            ),
+            *others.items(),
+            width=width,
+        ),
+        "",
+        *(line for reason in plan.reasons for line in paragraph(reason, "- ", width=width)),
+    ]
 
 
 def _count(plan: ServicePlan) -> str:

@@ -13,13 +13,12 @@ from hpctrain.base.errors import UsageError
 from hpctrain.base.units import short_bytes
 from hpctrain.page.options import ProfileName, json_option
 from hpctrain.page.output import json_out, line_width, say
-from hpctrain.page.text import LINE_WIDTH, paragraph
+from hpctrain.page.text import LINE_WIDTH, columns_text, grid, paragraph, shortened
 
 if TYPE_CHECKING:
-    from hpctrain.site.calibrate import CalibratedStep
     from hpctrain.site.calibrate_runs import LearningResult
     from hpctrain.site.own_runs import EngineLearning
-    from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, SiteLearning
+    from hpctrain.spec.calibration import SiteLearning
 
 
 _NAMES = {
@@ -29,6 +28,11 @@ _NAMES = {
     "nvlink_bandwidth": "NVLink, per GPU",
     "network_bandwidth": "network, per GPU",
 }
+_NAME = 36
+_FIGURES = (False, True, True, True)
+_RATES = ("", "packaged", "measured", "ratio", "from")
+_STEPS = ("step time", "packaged", "calibrated", "measured")
+_FACTORS = ("over what is packaged", "factor", "before (68%)", "now (68%)")
 
 
 @click.command()
@@ -117,9 +121,7 @@ def _from_service(result: Path, profile: str | None, output: Path | None, *, as_
     rows.append(("typical error without the factors", before))
     rows.append(("error that plans keep room for", left))
     heading = f"{served.engine} on {served.gpu}: {served.answers:,} answers"
-    service_lines = [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
-    for line in service_lines:
-        click.echo(line)
+    click.echo("\n".join([heading, *grid(rows, [False, True])]))
     say(f"\nWrote {served.path}: {served.usage}")
 
 
@@ -131,36 +133,36 @@ def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_js
     if as_json:
         json_out("calibration", done)
         return
-    click.echo(f"{'':37}{'packaged':>12}{'measured':>12}{'ratio':>7}  from")
+    rates = []
     for figure in done.figures:
         is_rate = figure.name.endswith("_bandwidth")
-        values = [
+        values = (
             f"{value / 1e9:.1f} GB/s" if is_rate else f"{value:.3f}"
             for value in (figure.packaged, figure.measured)
-        ]
-        ratio = figure.measured / figure.packaged
-        count = figure.source.removeprefix("median of ")
-        figure_line = f"{_NAMES[figure.name]:37}{values[0]:>12}{values[1]:>12}{ratio:7.2f}  {count}"
-        click.echo(figure_line)
-    if done.steps:
-        click.echo(f"\n{'step time':37}{'packaged':>12}{'calibrated':>12}{'measured':>12}")
+        )
+        ratio = f"{figure.measured / figure.packaged:.2f}"
+        rates.append(
+            (_NAMES[figure.name], *values, ratio, figure.source.removeprefix("median of "))
+        )
+    click.echo("\n".join(columns_text(_RATES, rates, [False, True, True, True, False])))
+    steps: list[tuple[str, ...]] = []
+    unplanned: list[str] = []
     for step in done.steps:
-        click.echo(_step_line(step))
+        name = f"{step.name} ({step.gpus} GPU{'s' if step.gpus > 1 else ''})"
+        seconds = (step.packaged_seconds, step.calibrated_seconds, step.measured_seconds)
+        if None in seconds:
+            unplanned += paragraph(f"{name}: cannot be planned: {step.problem}", hang=2)
+        else:
+            steps.append((shortened(name, _NAME), *(f"{one:.3f} s" for one in seconds)))
+    if done.steps:
+        click.echo("\n".join(["", *columns_text(_STEPS, steps, _FIGURES), *unplanned]))
     if done.site.learned:
         click.echo()
     for engine, learned in done.site.learned.items():
         click.echo(accuracy_line(engine, learned))
     for remark in done.remarks:
-        click.echo("\n" + "\n".join(paragraph(remark, "", hang=0)))
+        click.echo("\n" + "\n".join(paragraph(remark)))
     say(f"\nWrote {done.path}: {done.usage}")
-
-
-def _step_line(step: CalibratedStep) -> str:
-    name = f"{step.name} ({step.gpus} GPU{'s' if step.gpus > 1 else ''})"[:36]
-    if step.packaged_seconds is None or step.calibrated_seconds is None:
-        return f"{name:37}cannot be planned: {step.problem}"[:80]
-    times = (step.packaged_seconds, step.calibrated_seconds, step.measured_seconds)
-    return f"{name:37}" + "".join(f"{f'{seconds:.3f} s':>12}" for seconds in times)
 
 
 # -- Formats what a site's own runs have taught, in 80 columns ----------------------------------
@@ -168,32 +170,56 @@ def _step_line(step: CalibratedStep) -> str:
 
 def learning_lines(found: LearningResult, width: int = LINE_WIDTH) -> list[str]:
     """Format runs, multipliers, refusals and remarks of all engines."""
-    from hpctrain.job.plan_text import wrapped
-
     lines = [line for engine in found.engines for line in (*_engine_lines(engine), "")]
     for mark, texts in (("left out  ", found.refused), ("mind      ", found.remarks)):
         for text in texts:
-            lines += wrapped(text.replace("\n", " "), mark, " " * len(mark), width)
+            lines += paragraph(text, mark, width=width)
     return [*lines, ""] if found.refused or found.remarks else lines
 
 
 def _engine_lines(engine: EngineLearning) -> list[str]:
     """Tabulate measured, planned before and planned after of each run, and the multipliers."""
+    from hpctrain.job.plan_text import MULTIPLIERS
+
     learned = engine.learned
-    lines = [f"{'step time':36}{'measured':>10}{'before':>17}{'after':>17}"]
-    lines += [_run_line(run) for run in learned.runs]
-    sized = [run for run in learned.runs if run.measured_bytes is not None]
-    if sized:
-        lines += [
-            "",
-            f"{'memory reserved by PyTorch':36}{'measured':>10}{'before':>17}{'after':>17}",
-        ]
-        lines += [_memory_line(run) for run in sized]
-    lines += [
-        "",
-        f"{'over what is packaged':37}{'factor':>9}{'before (68%)':>17}{'now (68%)':>17}",
+    times = [
+        (
+            shortened(run.run, _NAME),
+            f"{run.measured_seconds:.4g} s",
+            *(
+                f"{value:.4g} s {value / run.measured_seconds - 1:+.1%}"
+                for value in (run.before_seconds, run.after_seconds)
+            ),
+        )
+        for run in learned.runs
     ]
-    lines += [_multiplier_line(one) for one in engine.multipliers]
+    sizes = [
+        (
+            shortened(run.run, _NAME),
+            short_bytes(run.measured_bytes),
+            *(
+                f"{short_bytes(value)} {value / run.measured_bytes - 1:+.1%}"
+                for value in (run.before_bytes, run.after_bytes)
+                if value is not None
+            ),
+        )
+        for run in learned.runs
+        if run.measured_bytes is not None
+    ]
+    factors = [
+        (
+            MULTIPLIERS.get(one.name, one.name),
+            f"{one.factor:.2f}x",
+            _range(1.0, one.before),
+            _range(one.factor, one.after),
+        )
+        for one in engine.multipliers
+    ]
+    heads = ("measured", "before", "after")
+    lines = columns_text(("step time", *heads), times, _FIGURES)
+    if sizes:
+        lines += ["", *columns_text(("memory reserved by PyTorch", *heads), sizes, _FIGURES)]
+    lines += ["", *columns_text(_FACTORS, factors, _FIGURES)]
     return [*lines, "", accuracy_line(engine.engine, learned)]
 
 
@@ -202,38 +228,6 @@ def accuracy_line(engine: str, learned: SiteLearning) -> str:
     count = len(learned.runs)
     runs = f"{count} run{'s' if count > 1 else ''}"
     return f"engine {engine}: calibrated on {runs}: ±{learned.error:.0%}"
-
-
-def _run_line(run: OwnRun) -> str:
-    measured = run.measured_seconds
-    cells = [
-        _against(f"{value:.4g} s", value / measured - 1)
-        for value in (run.before_seconds, run.after_seconds)
-    ]
-    return f"{run.run[:35]:36}{f'{measured:.4g} s':>10}{cells[0]:>17}{cells[1]:>17}"
-
-
-def _memory_line(run: OwnRun) -> str:
-    assert run.measured_bytes and run.before_bytes and run.after_bytes
-    measured = run.measured_bytes
-    cells = [
-        _against(short_bytes(value), value / measured - 1)
-        for value in (run.before_bytes, run.after_bytes)
-    ]
-    return f"{run.run[:35]:36}{short_bytes(measured):>10}{cells[0]:>17}{cells[1]:>17}"
-
-
-def _against(text: str, error: float) -> str:
-    return f"{text} {error:+.1%}"
-
-
-def _multiplier_line(one: LearnedMultiplier) -> str:
-    from hpctrain.job.plan_text import MULTIPLIERS
-
-    before, after = _range(1.0, one.before), _range(one.factor, one.after)
-    return (
-        f"{MULTIPLIERS.get(one.name, one.name)[:36]:37}{one.factor:>8.2f}x{before:>17}{after:>17}"
-    )
 
 
 def _range(factor: float, deviation: float) -> str:

@@ -86,7 +86,7 @@ def detect(
     if output is None:
         click.echo(found.profile.text, nl=False)
     for remark in found.profile.remarks:
-        say("\n".join(paragraph(remark, "- ", hang=2)))
+        say("\n".join(paragraph(remark, "- ")))
     say(f"{found.queries} queries; {len(found.profile.guessed)} values are guesses: check them")
     for path in found.profile.guessed:
         say(f"  {path}")
@@ -94,7 +94,7 @@ def detect(
     if asked:
         say(f"{counted(len(asked), 'question')} to you, at the value behind `# ASK:`:")
     for path, question in asked.items():
-        say("\n".join(paragraph(f"{path}: {question}", "  ", hang=2)))
+        say("\n".join(paragraph(f"{path}: {question}", "  ")))
     if output is not None:
         say(f"Wrote {output}")
 
@@ -259,10 +259,10 @@ def _lines(findings: tuple[SiteFinding, ...], *, complete: bool) -> list[str]:
         if chosen:
             lines += ["", head]
         for one in chosen:
-            lines += paragraph(f"{one.sentence} [{one.source}]", "- ", hang=2)
+            lines += paragraph(f"{one.sentence} [{one.source}]", "- ")
             change = [f"`{one.field}`"] if one.field else []
             change += [one.change] if one.change else []
-            lines += paragraph(": ".join(change), "  -> ", hang=5)
+            lines += paragraph(": ".join(change), "  -> ")
     if complete and not any(one.state == "fails" for one in findings):
         lines += ["", "What will not work: nothing was found."]
     return lines

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.job.plan_text import wrapped
-from hpctrain.page.text import or_dash
+from hpctrain.page.text import or_dash, paragraph
 from hpctrain.trials.documents import Comparison, ComparisonRecord, TrialResult
 from hpctrain.trials.judging import short_number
 
@@ -168,13 +167,13 @@ def reason_lines(found: Comparison) -> list[str]:
     lines: list[str] = []
     for trial in found.trials:
         if trial.reason and not trial.succeeded:
-            lines += wrapped(f"{trial.name}: {trial.reason}", "", "  ")
+            lines += paragraph(f"{trial.name}: {trial.reason}", hang=2)
     return lines
 
 
 def recommendation_lines(found: Comparison) -> list[str]:
     """List the sentences of the recommendation."""
-    return [line for text in found.recommendation.sentences for line in wrapped(text, "- ", "  ")]
+    return [line for text in found.recommendation.sentences for line in paragraph(text, "- ")]
 
 
 def note_lines(found: Comparison) -> list[str]:
@@ -185,7 +184,7 @@ def note_lines(found: Comparison) -> list[str]:
         notes.append("GIB of measured trials is the peak of rank 0.")
     verdicts = {one.agreement.verdict for one in found.trials if one.agreement}
     notes += [text for verdict, text in _VERDICTS.items() if verdict in verdicts]
-    return [line for note in notes for line in wrapped(note, "", "")]
+    return [line for note in notes for line in paragraph(note)]
 
 
 def _cost_header(record: ComparisonRecord) -> str:

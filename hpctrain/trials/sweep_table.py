@@ -219,7 +219,7 @@ def plan_lines(plan: SweepPlan, at_a_time: int | None, width: int) -> Iterator[s
     yield from columns_text(("RUN", "LAYOUT", "GPU-H"), rows)
     for one in plan.refused:
         text = f"{one.point.name}: left out: {str(one.error).splitlines()[0]}"
-        yield from paragraph(text, "", hang=2, width=width)
+        yield from paragraph(text, hang=2, width=width)
     runnable = [one for one in plan.points if one.runs]
     total = plan.gpu_hours
     forecast = (
@@ -228,7 +228,7 @@ def plan_lines(plan: SweepPlan, at_a_time: int | None, width: int) -> Iterator[s
     limit = at_a_time or plan.record.at_a_time
     pace = f", {limit} at a time" if limit is not None and limit < len(runnable) else ""
     text = f"sweep `{plan.layout.directory.name}`: {len(runnable)} runs{pace}, {forecast}"
-    yield from paragraph(text, "", hang=2, width=width)
+    yield from paragraph(text, hang=2, width=width)
 
 
 def table_lines(shown: SweepTable, width: int) -> Iterator[str]:
@@ -264,14 +264,14 @@ def table_lines(shown: SweepTable, width: int) -> Iterator[str]:
     for name, row in zip(names, shown.rows, strict=True):
         if row.reason and row.state not in ("RUNNING", "PENDING", "DONE"):
             text = f"{name}: {row.state}: {row.reason}"
-            yield from paragraph(text, "", hang=2, width=width)
+            yield from paragraph(text, hang=2, width=width)
     forecast = shown.forecast_gpu_hours
     of = "" if forecast is None else f" of {short_hours(forecast)} by forecast"
     text = (
         f"{states_text(Counter(row.state for row in shown.rows))}; "
         f"{short_hours(shown.gpu_hours)} GPU-hours used{of}; sorted by {shown.sorted_by}"
     )
-    yield from paragraph(text, "", hang=2, width=width)
+    yield from paragraph(text, hang=2, width=width)
 
 
 def states_text(states: Mapping[str, int]) -> str:

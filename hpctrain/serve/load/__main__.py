@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import get_args
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.page.text import columns_text
 from hpctrain.serve.load.measurement import MeasuredLatency, Measurement, RequestRecord
 from hpctrain.serve.load.sending import Interface, LoadPlan, LoadTarget, PromptStyle, run_load_test
 from hpctrain.serve.load.trace_file import read_trace
@@ -129,14 +130,16 @@ def print_measurement(found: Measurement) -> None:
         f"{found.rate:g}/s, answered {found.answered_rate:.2f}/s, "
         f"{found.output_tokens_rate:.0f} tokens/s, {found.failed} failed"
     )
-    print(f"{'ms':6}{'p50':>24}{'p90':>24}{'p95':>24}{'p99':>24}")
+    rows = []
     for latency in get_args(MeasuredLatency):
-        row = [one for one in found.quantiles if one.latency == latency]
-        cells = (
-            f"{_ms(one.seconds)} ({_ms(one.low_seconds)}-{_ms(one.high_seconds)})" for one in row
-        )
-        if row:
-            print(f"{latency:6}" + "".join(f"{cell:>24}" for cell in cells))
+        quantiles = [one for one in found.quantiles if one.latency == latency]
+        cells = [
+            f"{_ms(one.seconds)} ({_ms(one.low_seconds)}-{_ms(one.high_seconds)})"
+            for one in quantiles
+        ]
+        rows += [[latency, *cells]] if cells else []
+    headers = ("ms", "p50", "p90", "p95", "p99")
+    print("\n".join(columns_text(headers, rows, [False, True, True, True, True])))
     for one in found.failures:
         print(f"{one.count} {one.kind}: {one.detail}")
         for request_id, planned in zip(one.request_ids, one.planned_seconds, strict=True):
