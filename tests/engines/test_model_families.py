@@ -316,3 +316,19 @@ def test_adapters_are_counted(file: Path) -> None:
     model, layers = config.model, range(config.model.layers)
     counted = [sum(i + o for _, i, o in linear_layers(model, layer)) for layer in layers]
     assert added == 3 * sum(counted)
+
+
+def test_a_factor_that_is_usually_one_reaches_the_class() -> None:
+    """Scales and multipliers: with their default value a record without them looks right."""
+    reached = set()
+    for file in FILES:
+        content, family = json.loads(file.read_text()), family_named(file.stem)
+        assert family is not None
+        settings = class_named(family.settings)
+        for name in names_read(family) & set(content):
+            if isinstance(content[name], float) and content[name] == 1.0:
+                changed = {**content, name: 0.5}
+                ours = settings(**settings_of(model_of(changed, family))).to_dict()
+                assert ours[name] == pytest.approx(0.5, rel=1e-12), (file.stem, name)
+                reached.add((file.stem, name))
+    assert ("granite", "logits_scaling") in reached
