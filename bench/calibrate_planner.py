@@ -47,7 +47,8 @@ from hpctrain.plan.cost.case import Case, Floats, stack
 from hpctrain.plan.cost.from_spec import CONTEXT_BYTES
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.spec.calibration import Calibration
-from hpctrain.spec.loader import PACKAGED_CALIBRATION, load_catalogue, packaged_json
+from hpctrain.spec.files import packaged_json
+from hpctrain.spec.loader import PACKAGED_CALIBRATION, load_catalogue
 
 TOLERANCE = 0.04  # relative error at which a residual counts 1
 MISTRUST = 3.0  # residuals beyond so many tolerances count less (soft L1)

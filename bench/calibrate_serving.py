@@ -51,7 +51,8 @@ from bench.serving_predictions import (
 )
 from bench.serving_rows import ServingCase, of_inference_x
 from hpctrain.spec.calibration import ServingCalibration
-from hpctrain.spec.loader import PACKAGED_SERVING, load_serving_calibration, packaged_json
+from hpctrain.spec.files import packaged_json
+from hpctrain.spec.loader import PACKAGED_SERVING, load_serving_calibration
 
 # Relative errors at which a residual counts 1: TPOT, mean TTFT, its 99th percentile, throughput.
 TOLERANCES = {"tpot": 0.06, "ttft_mean": 0.12, "ttft_p99": 0.2, "rate": 0.1}

@@ -26,7 +26,8 @@ from hpctrain.plan.cost.multipliers import CLASSES, MEMORY, alike
 from hpctrain.plan.uncertainty.belief import FREEDOM, Observations, updated
 from hpctrain.plan.uncertainty.intervals import COVERED, TIME_NAMES, noise_of, prior_of
 from hpctrain.spec.calibration import Doubt, Uncertainty
-from hpctrain.spec.loader import PACKAGED_UNCERTAINTY, packaged_json
+from hpctrain.spec.files import packaged_json
+from hpctrain.spec.loader import PACKAGED_UNCERTAINTY
 
 # Deviations that are believed before any row, within the factors below.
 BELIEVED = {

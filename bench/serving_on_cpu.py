@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.serving_iteration_fit import IterationFit, TimedIteration, fit_iterations
-from hpctrain.serve.load.measurement import Measurement, RequestRecord
-from hpctrain.serve.load.sending import LoadPlan, LoadTarget, PromptStyle, send_requests
+from hpctrain.serve.load.measurement import LoadPlan, LoadTarget, Measurement, RequestRecord
+from hpctrain.serve.load.sending import PromptStyle, send_requests
 from hpctrain.serve.load.summary import sample_quantile, summarize
 from hpctrain.serve.plan.batching import BatchLimits
 from hpctrain.serve.plan.routing import SimulatedService, Window, simulate_arrivals

@@ -25,8 +25,15 @@ from hpctrain.records.service_records import (
     ServiceState,
     Traffic,
 )
-from hpctrain.serve.load.measurement import ClientUse, FailureKind, RequestRecord, compare
-from hpctrain.serve.load.sending import LoadPlan, LoadResult, LoadTarget
+from hpctrain.serve.load.measurement import (
+    ClientUse,
+    FailureKind,
+    LoadPlan,
+    LoadResult,
+    LoadTarget,
+    RequestRecord,
+    compare,
+)
 from hpctrain.serve.load.summary import summarize
 from hpctrain.serve.plan.documents import Promise, ReplicaPlan, ServicePlan
 from hpctrain.serve.plan.traffic import Traffic as PlannedTraffic

@@ -20,7 +20,8 @@ from pydantic import BaseModel
 
 import hpctrain
 from bench.house import counts
-from bench.house.sources import read_package
+from bench.house.pictures import reachable
+from bench.house.sources import imports, read_package
 from hpctrain.base import errors
 from hpctrain.records.ledger import EventKind
 from hpctrain.spec.engines.abilities import EngineAbilities
@@ -35,7 +36,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 RATCHETS = {
     "pairs of classes that share five fields": 79,
     "lines that hand on a field": 606,
-    "small modules of one other": 15,
+    "small modules of one other": 14,
     "short functions that one place calls": 26,
 }
 # Classes that share five fields with another one, and why the two are not one.
@@ -97,7 +98,13 @@ PURE = ("plan", "simulate", "engines", "job/render", "spec", "judge", "diagnose"
 PURE = (*PURE, "page", "trials", "report", "adopt", "export", "serve/plan", "serve/engines")
 # Of those rooms, the files around that read, beside their commands.
 READING = (
-    *("spec/loader.py", "spec/families/expand.py", "spec/reference.py", "diagnose/of_run.py"),
+    *(
+        "spec/files.py",
+        "spec/loader.py",
+        "spec/families/expand.py",
+        "spec/reference.py",
+        "diagnose/of_run.py",
+    ),
     "spec/families/remote_code.py",
     *("export/metrics.py", "export/exported_run.py", "report/collect.py"),
     *("report/service_report.py", "report/team_report.py"),
@@ -298,6 +305,20 @@ def test_every_module_says_what_belongs_into_it() -> None:
     assert not mute, f"no module docstring: {mute}"
 
 
+def test_what_belongs_elsewhere_is_said_to_be_where_it_is() -> None:
+    """A name in "Does not belong here" is a file, a folder or a room, and not the file itself."""
+    dotted_names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
+    dotted_names |= {one.rpartition(".")[0] for one in dotted_names}
+    known = dotted_names | {one.rpartition(".")[2] for one in dotted_names}
+    wrong = []
+    for path, tree in trees().items():
+        elsewhere = (ast.get_docstring(tree) or "").partition("Does not belong here")[2]
+        for said in re.findall(r"`([a-z_]+|hpctrain\.[\w.]+)`", elsewhere.partition(". ")[0]):
+            if said not in known or said == path.stem:
+                wrong.append(f"{name(path)}: {said}")
+    assert not wrong, f"files have moved: {wrong}"
+
+
 def test_nothing_is_left_for_later() -> None:
     pattern = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
     sources = [*MODULES, *(ROOT / "templates").rglob("*.j2"), *(ROOT / "scripts").glob("*")]
@@ -336,6 +357,16 @@ def test_few_functions_are_a_piece_of_one_other() -> None:
     """A private function that one place names cuts a thought in two, unless it has a noun."""
     share = counts.one_use_share(read_package(PACKAGE))
     assert share.part / share.whole <= 0.18, f"join them with who calls them: {share}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """An import within a function is one, too; those of annotations alone are none."""
+    sources = read_package(PACKAGE)
+    modules = {source.name for source in sources}
+    graph = {one.name: frozenset(imports(one, modules, annotations=False)) for one in sources}
+    below = reachable(graph)
+    circles = {frozenset(o for o in below[one] if one in below[o]) for one in below}
+    assert not circles - {frozenset()}, f"move what ties them below both: {circles}"
 
 
 def test_names_of_test_files_are_unique() -> None:

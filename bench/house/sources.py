@@ -47,11 +47,18 @@ def installed(package: str) -> Path | None:
     return Path(places[0]) if places else None
 
 
-def imports(source: Source, modules: set[str]) -> set[str]:
-    """List the modules of the same package that a file imports anywhere, in functions, too."""
+def imports(source: Source, modules: set[str], *, annotations: bool = True) -> set[str]:
+    """List the modules of the same package that a file imports anywhere, in functions, too.
+
+    `annotations`: also those that only a type checker imports.
+    """
     found: set[str] = set()
     is_package = source.path.name == "__init__.py"
+    checked = [] if annotations else [*filter(_only_for_types, source.nodes())]
+    unread = {id(node) for one in checked for node in ast.walk(one)}
     for node in source.nodes():
+        if id(node) in unread:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & modules
         elif isinstance(node, ast.ImportFrom):
@@ -64,3 +71,7 @@ def imports(source: Source, modules: set[str]) -> set[str]:
             names_only = any(f"{base}.{alias.name}" not in modules for alias in node.names)
             found |= members | ({base} & modules if names_only else set())
     return found - {source.name}
+
+
+def _only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

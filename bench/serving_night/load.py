@@ -17,8 +17,8 @@ from bench.serving_night.account import Asked, NightRequest
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.service_records import Rotation
-from hpctrain.serve.load.measurement import RequestRecord
-from hpctrain.serve.load.sending import LoadResult, LoadTarget, PromptStyle, send_requests
+from hpctrain.serve.load.measurement import LoadResult, LoadTarget, RequestRecord
+from hpctrain.serve.load.sending import PromptStyle, send_requests
 from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 _NAME = "night"

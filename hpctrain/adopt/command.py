@@ -55,13 +55,13 @@ def adopt(script: Path, profile: str | None, output: Path, strict: bool, as_json
     from hpctrain.adopt.adoption import Source
     from hpctrain.adopt.adoption import adopt as action
     from hpctrain.base.errors import InvalidInputError, Problem
+    from hpctrain.spec.files import read_text
     from hpctrain.spec.loader import (
         adapter_names,
         find_profile,
         load_adapter,
         load_named_profile,
         profile_search_path,
-        read_text,
     )
 
     text = read_text(script)

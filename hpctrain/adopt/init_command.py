@@ -152,7 +152,7 @@ def _bring(
     """Make a spec of another tool's configuration, and show what became of each name."""
     from hpctrain.adopt.configuration import bring
     from hpctrain.base.errors import InvalidInputError
-    from hpctrain.spec.loader import read_text
+    from hpctrain.spec.files import read_text
 
     def has_weights(directory: str) -> bool | None:
         config = Path(directory, "config.json")

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from hpctrain.adopt.variables import Piece, Text, literal_of, shell_text
 from hpctrain.spec.document import Document
-from hpctrain.spec.loader import load_packaged
+from hpctrain.spec.files import load_packaged
 
 PACKAGED_WORDS = Path(__file__).with_name("words.yaml")
 

@@ -1,6 +1,6 @@
 """Counts and removes files below a directory, never following a link out of it, and what is left.
 
-Belongs here: walking. Does not belong here: what may be removed (`clean`, `remove`).
+Belongs here: walking. Does not belong here: what may be removed (`hpctrain.runs.clean`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Belongs here: the system-call sequences that make a file either complete or absent on a shared file
 system, and the errors that mean that the file system itself has failed. Does not belong here: the
-contents of the files (see `store` and `checkpoints`).
+contents of the files (see `records` and `checkpoints`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Belongs here: starting the program that makes a dataset (it needs megatron-core, this room must
 not), and reading the head of Megatron's `.idx` file. Does not belong here: tokenizing, output,
-making one on a cluster (see `data_on_slurm`).
+making one on a cluster (see `hpctrain.data.on_slurm`).
 """
 
 from __future__ import annotations

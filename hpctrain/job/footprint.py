@@ -19,7 +19,7 @@ from hpctrain.plan.footprint.predict import Footprint, footprint, run_size
 from hpctrain.plan.footprint.table import FootprintTable, RunSize
 from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.forecast.predict import forecast, run_facts
-from hpctrain.spec.loader import load_packaged
+from hpctrain.spec.files import load_packaged
 
 PACKAGED_FOOTPRINT = Path(__file__).resolve().parents[1] / "plan" / "footprint" / "footprint.yaml"
 # Of a step where none is predicted: long enough for large models, short enough for small ones.

@@ -66,7 +66,7 @@ def validate(
         raise click.UsageError("`--set`, `--runs` and `--json` need `--profile`")
     from hpctrain.base.errors import InvalidInputError
     from hpctrain.page.words import counted
-    from hpctrain.spec.loader import read_text
+    from hpctrain.spec.files import read_text
     from hpctrain.spec.open_questions import open_questions
 
     good: dict[str, list[str]] = {}

@@ -2,7 +2,7 @@
 
 An attempt starts days after `submit`, when another hpctrain may be installed. Belongs here: packing
 what jobs import, and putting it into a run directory. Does not belong here: which archive the next
-attempt takes (`hpctrain.records.kept_code`), moving a run to another one (`upgrade`).
+attempt takes (`hpctrain.records.kept_code`), moving a run to another one (`hpctrain.runs.control`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turn failures into evidence about nodes, and evidence into nodes to avoid.
 
 Pure: evidence and times come in, decisions go out. Belongs here: who is blamed for what, adding
-up, limits. Does not belong here: the file (`record`), and whether anything is done
-(`hpctrain.judge.policy`).
+up, limits. Does not belong here: the file (`hpctrain.records.node_record`), and whether anything is
+done (`hpctrain.judge.policy`).
 
 Policy: a node is avoided while the weights against it add up to 100. A weight counts in full for
 one half-life of its kind, half for the next, and nothing after the fourth. No more than a tenth

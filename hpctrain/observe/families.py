@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.spec.document import Document
-from hpctrain.spec.loader import load_packaged
+from hpctrain.spec.files import load_packaged
 
 PACKAGED_FAMILIES = Path(__file__).with_name("families.yaml")
 Subject = Literal["run", "service", ""]

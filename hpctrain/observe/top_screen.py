@@ -2,8 +2,8 @@
 
 Everything that reads files or asks Slurm runs in a thread, so that the screen answers keys while a
 file system or Slurm hangs; a thread that hangs does not keep the program from ending. Belongs here:
-what a key does, and what is shown when. Does not belong here: the lines themselves (`top_text`,
-`top_pages`), looking and acting (`hpctrain.runs`).
+what a key does, and what is shown when. Does not belong here: the lines themselves (`top_text`),
+looking and acting (`hpctrain.runs`).
 """
 
 from __future__ import annotations

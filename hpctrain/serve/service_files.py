@@ -1,7 +1,8 @@
 """Reads the records of a service, whose directory lies beside run directories.
 
 Belongs here: records as they are, and whether a name means a service. Does not belong here: finding
-directories (`services`), Slurm, what follows from the records (`replica_lives`, `service_metrics`).
+directories (`hpctrain.records.find`), Slurm, what follows from the records (`replica_lives`,
+`service_metrics`).
 """
 
 from __future__ import annotations

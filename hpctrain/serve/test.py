@@ -49,8 +49,8 @@ def run_service_test(
     records lie beside it, as JSON lines. Raises UsageError for a service without an address or
     without a token, HpctrainError where a package is missing.
     """
-    from hpctrain.serve.load.measurement import compare
-    from hpctrain.serve.load.sending import LoadPlan, LoadTarget, run_load_test
+    from hpctrain.serve.load.measurement import LoadPlan, LoadTarget, compare
+    from hpctrain.serve.load.sending import run_load_test
     from hpctrain.serve.load.trace_file import read_trace
     from hpctrain.serve.plan.traffic import Traffic
 

@@ -1,8 +1,7 @@
 """Simulate one run from failure to failure; the supervisor's policy decides after each.
 
-Failures of nodes are a Poisson process with a constant rate. Belongs here: the course of one run.
-Does not belong here: statistics over runs (see `monte_carlo`), the arithmetic of a stretch (see
-`simulated_run`).
+Failures of nodes are a Poisson process with a constant rate. Belongs here: the course of one run
+and the arithmetic of a stretch. Does not belong here: statistics over runs (see `monte_carlo`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 What a field of the profile means stands in `hpctrain.spec.profile`. Nothing is invented: a value
 that no fact gives is a marked guess with what it is guessed from, or is left out with a remark.
-Belongs here: which nodes, file systems, limits. Does not belong here: nodes, links,
-partitions, options of sbatch (modules that begin with `detected_`), YAML (`profile_text`).
+Belongs here: which nodes, file systems, limits. Does not belong here: nodes and links
+(`detected_hardware`), partitions and options of sbatch (`detected_slurm`), YAML (`profile_text`).
 """
 
 from __future__ import annotations

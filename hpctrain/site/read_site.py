@@ -45,6 +45,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries, step_output
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
 from hpctrain.slurm.records import JobRecord
+from hpctrain.spec.files import read_text
 from hpctrain.spec.loader import (
     Loaded,
     find_profile,
@@ -52,7 +53,6 @@ from hpctrain.spec.loader import (
     load_named_profile,
     load_profile,
     profile_search_path,
-    read_text,
 )
 from hpctrain.spec.open_questions import open_questions
 from hpctrain.spec.profile import ClusterProfile

@@ -1,7 +1,7 @@
 """Query and control Slurm through its commands; no other module calls them.
 
 Belongs here: which command serves a query, and what its exit codes mean. Does not belong here:
-decisions (`supervise`, `actions`). Text formats only: the JSON of squeue changed
+decisions (`supervise`, `runs`). Text formats only: the JSON of squeue changed
 its schema in 22.05, 23.11 and 24.05 and ignores filters in 22.05.
 
 Every call has a timeout. Every method may raise SlurmUnreachableError (no response) and

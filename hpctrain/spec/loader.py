@@ -10,19 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import select
-import stat
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError, Problem, RefusedPlanError
+from hpctrain.spec.files import load_packaged, read_text, shown_name
 from hpctrain.spec.merging import (
     OPTION,
     PARTITION_SECTIONS,
@@ -51,17 +48,12 @@ if TYPE_CHECKING:
 
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
-MAX_FILE_BYTES = 2**20
-_WRITER_SECONDS, _POLL_SECONDS = 5.0, 0.05  # how long a pipe without a writer is waited for
-# What pipes and standard input had, for whoever reads the same document again: they have it once.
-_READ_ONCE: dict[object, bytes] = {}
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
 NAMED_CLUSTERS = PACKAGED_PROFILES / "sites"  # from public pages; `base/` there are their parts
 # Files of a profile directory that are no profiles.
 CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
 _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 CALIBRATION_SUFFIX = ".calibration.yaml"  # of the files that `hpctrain calibrate` writes
-_EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
 PACKAGED_UNCERTAINTY = Path(__file__).resolve().parent / "catalogue" / "uncertainty.yaml"
 PACKAGED_SERVING = Path(__file__).resolve().parent / "catalogue" / "serving.yaml"
@@ -122,7 +114,7 @@ def _naming_other_tools(path: Path | str) -> Iterator[None]:
     except InvalidInputError as error:
         from hpctrain.spec.other_tools import recognised
 
-        name = _shown_name(path)
+        name = shown_name(path)
         try:
             found = recognised(read_text(path), name)
         except InvalidInputError:
@@ -162,7 +154,7 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
         from hpctrain.spec.families.expand import expand_config
 
         expand_config(parsed, Path(path).parent)
-    return _validated(RunSpec, parsed, _shown_name(path))
+    return _validated(RunSpec, parsed, shown_name(path))
 
 
 def load_model(
@@ -230,7 +222,7 @@ def _trainer_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[TrainerR
         except InvalidInputError as error:
             raise InvalidInputError([*parsed.problems, *error.problems]) from None
         fill_in_adapter(parsed, name, adapter)
-    return _validated(TrainerRunSpec, parsed, _shown_name(path))
+    return _validated(TrainerRunSpec, parsed, shown_name(path))
 
 
 def has_trainer(parsed: Parsed) -> bool:
@@ -300,13 +292,13 @@ def _service_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[ServiceS
     if kind_of(parsed) is None:
         message = "this is no spec of a service: it has no line `kind: service`"
         hint = "runs are planned by `hpctrain plan` and started by `hpctrain submit`"
-        raise InvalidInputError([SourcePlace(_shown_name(path), 1, 1).problem(message, hint)])
+        raise InvalidInputError([SourcePlace(shown_name(path), 1, 1).problem(message, hint)])
     if _names_a_preset(parsed):
         from hpctrain.spec.catalogue import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
-    return _validated(ServiceSpec, parsed, _shown_name(path))
+    return _validated(ServiceSpec, parsed, shown_name(path))
 
 
 def _overridden(
@@ -626,31 +618,6 @@ def load_catalogue(search_path: Sequence[Path] = ()) -> GpuCatalogue:
     return catalogue
 
 
-def load_packaged(model: type[DocumentT], path: Path) -> DocumentT:
-    """Read a packaged YAML document, from the JSON beside it if that is current.
-
-    Parsing YAML with the place of every value takes longer than planning, and packaged documents
-    need no places. The JSON holds a digest of the YAML text that it was made from; with another
-    text it is ignored (see `packaged_json`). Both may lie in the archive of a run's code.
-    """
-    read: Callable[[str], bytes] = cast(Any, __spec__).loader.get_data  # PEP 302, also from a zip
-    try:
-        made = json.loads(read(str(path.with_suffix(".json"))))
-        if made["yaml_sha256"] == hashlib.sha256(read(str(path))).hexdigest():
-            return model.model_validate_json(json.dumps(made["values"]), strict=True)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # read the YAML instead: its reader has a message for every problem
-    return _load(model, path, ()).document
-
-
-def packaged_json(path: Path) -> str:
-    """Return the text of the JSON that belongs beside a packaged YAML document."""
-    raw = path.read_bytes()
-    values = parse_yaml(raw.decode(), path.name).data
-    made = {"yaml_sha256": hashlib.sha256(raw).hexdigest(), "values": values}
-    return json.dumps(made, separators=(",", ":")) + "\n"
-
-
 @cache
 def _packaged_catalogue() -> GpuCatalogue:
     from hpctrain.spec.catalogue import GpuCatalogue
@@ -790,16 +757,12 @@ def _names_a_preset(parsed: Parsed) -> bool:
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:
     parsed = _parse(path)
     apply_overrides(parsed, overrides)
-    return _validated(model, parsed, _shown_name(path))
-
-
-def _shown_name(path: Path | str) -> str:
-    return "stdin" if str(path) == "-" else str(path)
+    return _validated(model, parsed, shown_name(path))
 
 
 def _parse(path: Path | str) -> Parsed:
     """Parse one file. Raises InvalidInputError if there is nothing in it."""
-    file = _shown_name(path)
+    file = shown_name(path)
     parsed = parse_yaml(read_text(path), file)
     if parsed.data is None:
         parsed.problems = parsed.problems or [SourcePlace(file, 1, 1).problem("the file is empty")]
@@ -843,95 +806,6 @@ def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
     other = problem.line is not None and problem.file != file
     named = (problem.file or "") if other else ""
     return problem.line is None, other, named, problem.line or 0, problem.column or 0
-
-
-def read_text(path: Path | str) -> str:
-    """Read at most MAX_FILE_BYTES of a file; `-` is standard input. Raises InvalidInputError."""
-    file = _shown_name(path)
-    try:
-        raw = _read_bytes(path)
-    except OSError as error:
-        raise InvalidInputError([_unreadable(Path(path), error)]) from None
-    if len(raw) > MAX_FILE_BYTES:
-        problem = SourcePlace(file).problem(
-            f"larger than {MAX_FILE_BYTES // 2**20} MiB, is this a spec?"
-        )
-        raise InvalidInputError([problem])
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        before = raw[raw.rfind(b"\n", 0, error.start) + 1 : error.start].decode("utf-8-sig")
-        message = f"byte 0x{raw[error.start]:02X} is not UTF-8"
-        problem = SourcePlace(file, line, len(before) + 1).problem(
-            message, "save the file as UTF-8"
-        )
-        raise InvalidInputError([problem]) from None
-
-
-def _read_bytes(path: Path | str) -> bytes:
-    if str(path) == "-":
-        if sys.stdin not in _READ_ONCE:
-            _READ_ONCE[sys.stdin] = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-        return _READ_ONCE[sys.stdin]
-    if stat.S_ISFIFO(os.stat(path).st_mode):
-        return _read_pipe(path)
-    with open(path, "rb") as stream:
-        return stream.read(MAX_FILE_BYTES + 1)
-
-
-def _read_pipe(path: Path | str) -> bytes:
-    """Read a pipe to its end, or return what it had before. Raises InvalidInputError.
-
-    A writer may take its time. Nobody who has it open is no writer: `open` would wait for ever.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        key = os.path.realpath(path), status.st_dev, status.st_ino
-        deadline = clock.monotonic() + (0 if key in _READ_ONCE else _WRITER_SECONDS)
-        raw, written = b"", False
-        while len(raw) <= MAX_FILE_BYTES:
-            try:
-                part = os.read(descriptor, MAX_FILE_BYTES + 1 - len(raw))
-            except BlockingIOError:  # somebody has it open, and has written nothing yet
-                written = True
-                select.select([descriptor], [], [])
-                continue
-            raw += part
-            if part:
-                continue
-            if raw or written or clock.monotonic() >= deadline:
-                break
-            clock.sleep(_POLL_SECONDS)
-    finally:
-        os.close(descriptor)
-    if raw or written:
-        _READ_ONCE[key] = raw
-    elif key not in _READ_ONCE:
-        message = "a pipe into which nobody writes"
-        raise InvalidInputError([SourcePlace(str(path)).problem(message)])
-    return _READ_ONCE[key]
-
-
-def _unreadable(path: Path, error: OSError) -> Problem:
-    from hpctrain.spec.fields import did_you_mean
-
-    place = SourcePlace(str(path))
-    if isinstance(error, FileNotFoundError):
-        try:
-            beside = [other.name for other in path.parent.iterdir() if other.is_file()]
-        except OSError:
-            beside = []
-        hint = did_you_mean(path.name, beside)
-        name = path.stem
-        # Names of the packaged examples of one file, which `--help` names with their folder
-        if hint is None and name in {example.stem for example in _EXAMPLES.glob("*.yaml")}:
-            hint = f"`hpctrain examples {name} > {path.name}` writes the example of that name"
-        return place.problem("no such file", hint)
-    if isinstance(error, IsADirectoryError):
-        return place.problem("is a directory", "give the YAML file inside it")
-    return place.problem(f"cannot be read: {error.strerror or 'unknown reason'}")
 
 
 # -- Read fields that earlier versions had, copies of which are in run directories --------------

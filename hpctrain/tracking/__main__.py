@@ -3,7 +3,8 @@
 With `--follow` it runs beside training until its stdin is closed, which also happens when whoever
 started it is killed. Without, it writes what there is and ends. `--tensorboard DIRECTORY` and
 `--wandb` choose what is written; without them it is what `tracking.json` says. Failures are lines
-on stderr, and exit code 1. Belongs here: the process. Does not belong here: what is written when
+on stderr, and exit code 1. Belongs here: the process, and which
+writers it has. Does not belong here: what is written when
 (`follower`).
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain.base.beside_training import give_way, stdin_closed_within
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.tracking import TrackingConfig, tracking_config
-from hpctrain.tracking.follower import Follower, writers
+from hpctrain.records.tracking import TrackingConfig, tensorboard_directory, tracking_config
+from hpctrain.tracking.follower import Follower, Writer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,6 +40,25 @@ def main(argv: Sequence[str]) -> int:
     for failure in follower.failures:
         print(" ".join(failure.split()), file=sys.stderr)
     return 1 if follower.failures else 0
+
+
+def writers(run: RunLayout, config: TrackingConfig) -> list[Callable[[], Writer]]:
+    """What makes the writers that the settings ask for; making one imports its package."""
+
+    def event_files() -> Writer:
+        from hpctrain.tracking.event_files import EventFiles
+
+        assert directory is not None
+        return EventFiles(run, directory)
+
+    def wandb_run() -> Writer:
+        from hpctrain.tracking.wandb_run import WandbRun
+
+        return WandbRun(run, config)
+
+    directory = tensorboard_directory(run, config)
+    made = [event_files] if directory is not None else []
+    return made + ([wandb_run] if config.wandb is not None else [])
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

@@ -16,8 +16,6 @@ from typing import Protocol
 
 from hpctrain.base.durable import shared_mode
 from hpctrain.base.errors import HpctrainError, UsageError
-from hpctrain.records.layout import RunLayout
-from hpctrain.records.tracking import TrackingConfig, tensorboard_directory
 
 # So often metrics are read; plan/footprint/footprint.yaml counts by it.
 FOLLOW_SECONDS = 10.0
@@ -60,25 +58,6 @@ class Writer(Protocol):
     def write(self, *, last: bool) -> None: ...
 
     def close(self) -> None: ...
-
-
-def writers(run: RunLayout, config: TrackingConfig) -> list[Callable[[], Writer]]:
-    """What makes the writers that the settings ask for; making one imports its package."""
-
-    def event_files() -> Writer:
-        from hpctrain.tracking.event_files import EventFiles
-
-        assert directory is not None
-        return EventFiles(run, directory)
-
-    def wandb_run() -> Writer:
-        from hpctrain.tracking.wandb_run import WandbRun
-
-        return WandbRun(run, config)
-
-    directory = tensorboard_directory(run, config)
-    made = [event_files] if directory is not None else []
-    return made + ([wandb_run] if config.wandb is not None else [])
 
 
 class Follower:

@@ -15,6 +15,9 @@ from typing import NoReturn
 # SIGTERM: Slurm's preemption, time limit and scancel. SIGUSR1, SIGUSR2: warnings that sites
 # configure (sbatch(1), --signal). Slurm sends SIGCONT before SIGTERM; it is ignored.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# What Slurm and people send to all processes of a step, and what a process below a rank (a writer
+# of checkpoints, a reader of data) leaves to its rank: that one decides when both end.
+LEFT_TO_RANKS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGQUIT)
 
 
 class StopSignals:

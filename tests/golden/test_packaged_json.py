@@ -14,14 +14,13 @@ from hpctrain.observe.families import PACKAGED_FAMILIES
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import CATALOGUE as PACKAGED_PRESETS
 from hpctrain.spec.families import COMPILED, DIRECTORY, Family
+from hpctrain.spec.files import load_packaged, packaged_json
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
     PACKAGED_SERVING,
     PACKAGED_UNCERTAINTY,
     load_document,
-    load_packaged,
-    packaged_json,
 )
 from hpctrain.spec.other_tools import DIRECTORY as OTHER_TOOLS
 from hpctrain.spec.positions import parse_yaml

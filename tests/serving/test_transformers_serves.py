@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 from serving_environment import RunningEngine, running_engine, serving_python, tiny_start
 
-from hpctrain.serve.load.sending import (
-    Interface,
-    LoadResult,
-    LoadTarget,
-    PromptStyle,
-    send_requests,
-)
+from hpctrain.serve.load.measurement import LoadResult, LoadTarget
+from hpctrain.serve.load.sending import Interface, PromptStyle, send_requests
 from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED with real engines: load tests need aiohttp")

@@ -19,8 +19,8 @@ from serving_environment import RunningEngine, running_engine, serving_python, t
 
 from hpctrain.serve.engines.contract import EngineStart, LoraAdapter, NodeOfReplica, TlsFiles
 from hpctrain.serve.engines.registry import command_of
-from hpctrain.serve.load.measurement import RequestRecord
-from hpctrain.serve.load.sending import LoadResult, LoadTarget, PromptStyle, send_requests
+from hpctrain.serve.load.measurement import LoadResult, LoadTarget, RequestRecord
+from hpctrain.serve.load.sending import PromptStyle, send_requests
 from hpctrain.serve.load.summary import SampleQuantile, sample_quantile
 from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 

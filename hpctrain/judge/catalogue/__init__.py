@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from hpctrain.judge.signatures import SignatureFile, Signatures, XidFile
-from hpctrain.spec.loader import SIGNATURES_FILE, XIDS_FILE, load_document, load_packaged
+from hpctrain.spec.files import load_packaged
+from hpctrain.spec.loader import SIGNATURES_FILE, XIDS_FILE, load_document
 
 PACKAGED = Path(__file__).resolve().parent
 

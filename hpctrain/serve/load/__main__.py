@@ -20,8 +20,14 @@ from typing import get_args
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.page.text import columns_text
-from hpctrain.serve.load.measurement import MeasuredLatency, Measurement, RequestRecord
-from hpctrain.serve.load.sending import Interface, LoadPlan, LoadTarget, PromptStyle, run_load_test
+from hpctrain.serve.load.measurement import (
+    LoadPlan,
+    LoadTarget,
+    MeasuredLatency,
+    Measurement,
+    RequestRecord,
+)
+from hpctrain.serve.load.sending import Interface, PromptStyle, run_load_test
 from hpctrain.serve.load.trace_file import read_trace
 from hpctrain.serve.plan.traffic import Lengths, Traffic
 

@@ -1,4 +1,4 @@
-"""What a load test leaves: a record per request, the measurement, and promises beside it. Pure.
+"""What a load test asks and leaves: records of requests, the measurement, promises beside it. Pure.
 
 Belongs here: these documents, and deciding whether an objective is met. Does not belong here:
 measuring (see `sending`, `summary`), promising (see `hpctrain.serve.plan`).
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from hpctrain.serve.plan.documents import Promise
+from hpctrain.serve.plan.traffic import Traffic
 from hpctrain.spec.document import Document
 from hpctrain.spec.service import LatencyName
 
@@ -19,6 +20,31 @@ MeasuredLatency = Literal["ttft", "tpot", "e2e", "itl"]
 FailureKind = Literal[
     "refused", "reset", "timeout", "http 429", "http 4xx", "http 5xx", "error event", "cut short"
 ]
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """Whom to ask: the address of a router or an engine, without a path."""
+
+    url: str
+    model: str
+    token: str | None = field(default=None, repr=False)
+    ca_path: str | None = None
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What is sent: `requests` of the traffic at `rate` per second.
+
+    Those planned in the first `warm_up_seconds` are not counted. The same seed sends the same.
+    """
+
+    traffic: Traffic
+    rate: float
+    requests: int = 10_000
+    warm_up_seconds: float = 10.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +115,18 @@ class ClientUse:
     cpu_share: float
     lag_seconds: tuple[float, ...]
     most_outstanding: int
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """All requests in the order in which they were planned, and what the client used for them.
+
+    `began_seconds` is the zero of the records' times, since the epoch.
+    """
+
+    records: tuple[RequestRecord, ...]
+    use: ClientUse
+    began_seconds: float
 
 
 class MeasuredQuantile(Document):

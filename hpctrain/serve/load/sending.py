@@ -3,75 +3,45 @@
 A closed loop waits for a slow service and so leaves out the requests that would have waited with
 it (G. Tene, "How NOT to Measure Latency": coordinated omission). Here each request has a planned
 time, latencies count from it, and how late the client itself was is recorded. Belongs here:
-connections, timers, kinds of failure. Does not belong here: what is asked (see `sending`), what an
-answer means (see `sending`), quantiles (see `summary`). aiohttp is imported where it is used.
+connections, timers, kinds of failure, what is asked and what an answer means. Does not belong here:
+quantiles (see `summary`). aiohttp is imported where it is used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from hpctrain.base.errors import HpctrainError
-from hpctrain.serve.load.measurement import ClientUse, FailureKind, Measurement, RequestRecord
+from hpctrain.serve.load.measurement import (
+    ClientUse,
+    FailureKind,
+    LoadPlan,
+    LoadResult,
+    LoadTarget,
+    Measurement,
+    RequestRecord,
+)
 from hpctrain.serve.load.summary import summarize
-from hpctrain.serve.plan.traffic import Floats, Requests, Traffic, draw_requests
+from hpctrain.serve.plan.traffic import Floats, Requests, draw_requests
 
 if TYPE_CHECKING:
     import aiohttp
-import json
-from typing import Any, Literal
-
-import numpy as np
 
 # Servers close idle connections after 5 seconds (uvicorn) or more: the client has to be first,
 # or a request may meet a connection that is just being closed.
 _KEEP_ALIVE_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 0.02
 _LEAD_SECONDS = 0.05  # from now to the planned time zero
-
-
-@dataclass(frozen=True)
-class LoadTarget:
-    """Whom to ask: the address of a router or an engine, without a path."""
-
-    url: str
-    model: str
-    token: str | None = field(default=None, repr=False)
-    ca_path: str | None = None
-    timeout_seconds: float = 600.0
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """What is sent: `requests` of the traffic at `rate` per second.
-
-    Those planned in the first `warm_up_seconds` are not counted. The same seed sends the same.
-    """
-
-    traffic: Traffic
-    rate: float
-    requests: int = 10_000
-    warm_up_seconds: float = 10.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """All requests in the order in which they were planned, and what the client used for them.
-
-    `began_seconds` is the zero of the records' times, since the epoch.
-    """
-
-    records: tuple[RequestRecord, ...]
-    use: ClientUse
-    began_seconds: float
 
 
 def run_load_test(

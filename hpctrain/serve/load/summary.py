@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +19,9 @@ from hpctrain.serve.load.measurement import (
     ClientLoad,
     FailureKind,
     Failures,
+    LoadPlan,
+    LoadResult,
+    LoadTarget,
     MeasuredLatency,
     MeasuredQuantile,
     Measurement,
@@ -29,9 +31,6 @@ from hpctrain.serve.plan.documents import Promise
 from hpctrain.serve.plan.promises import variance_ratio
 from hpctrain.serve.plan.traffic import Floats
 from hpctrain.spec.service import LATENCY_NAMES, LatencyName
-
-if TYPE_CHECKING:
-    from hpctrain.serve.load.sending import LoadPlan, LoadResult, LoadTarget
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _NAMED_FAILURES = 20

@@ -3,7 +3,7 @@
 A replica has a number and lives in generations, one Slurm job after the other. A generation that is
 to go is drained only when the next one is in the router's rotation, so a number has two jobs for a
 while: at the end of a walltime, and in a rolling restart. Belongs here: that choice, and its order.
-Does not belong here: how many replicas there should be (`scaling`), looking (`observation`), acting
+Does not belong here: how many replicas there should be (`scaling`), looking and acting
 (`controller`).
 """
 

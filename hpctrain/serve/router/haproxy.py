@@ -1,8 +1,8 @@
 """HAProxy before the replicas, or before vllm-router: told what is behind through its socket.
 
-It has TLS, tokens and rates. Tried with 2.6 of Debian 12. Belongs here: its process, its places,
-its counts, and whether the files that it is given can work. Does not belong here: its configuration
-(`haproxy`).
+It has TLS, tokens and rates. Tried with 2.6 of Debian 12. Belongs here: its configuration, its
+process, its places, its counts, and whether the files that it is given can work. Does not belong
+here: which replicas answer (`rotation`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep the router's replicas those that answer: from the directory of endpoints, twice a second.
 
 A replica leaves by removing its endpoint and waiting until `rotation.json` no longer names it, so
-that file is written after the router was told, never before. Belongs here: the loop and the health
-checks. Does not belong here: the router (`programs`), reading endpoints (`rotation`).
+that file is written after the router was told, never before. Belongs here: the loop, reading
+endpoints, and the health checks. Does not belong here: the router (`programs`).
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from hpctrain.spec.families import (
     value_at,
 )
 from hpctrain.spec.families.remote_code import own_code_problem
+from hpctrain.spec.files import read_text
 from hpctrain.spec.job_text import UnsetNameError, expanded_text
-from hpctrain.spec.loader import read_text
 from hpctrain.spec.positions import Parsed, SourcePlace, parse_yaml
 
 _MODEL, _CONFIG = "model", "config"

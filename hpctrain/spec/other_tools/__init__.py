@@ -111,7 +111,7 @@ class ToolTable(Document):
 @cache
 def tools() -> tuple[Tool, ...]:
     """List the tools that are recognised."""
-    from hpctrain.spec.loader import load_packaged
+    from hpctrain.spec.files import load_packaged
 
     return load_packaged(Tools, DIRECTORY / "tools.yaml").tools
 
@@ -119,7 +119,7 @@ def tools() -> tuple[Tool, ...]:
 @cache
 def table_of(name: str) -> ToolTable | None:
     """Read the table of a tool, with that of the tool it is like; None if it has none."""
-    from hpctrain.spec.loader import load_packaged
+    from hpctrain.spec.files import load_packaged
 
     file = DIRECTORY / f"{name}.yaml"
     if not file.is_file():

@@ -44,6 +44,7 @@ from hpctrain.train.datasets.sample_rows import (
 )
 from hpctrain.train.faults import DataError
 from hpctrain.train.launchers.agent_ranks import die_with_parent
+from hpctrain.train.stop import LEFT_TO_RANKS
 
 # -- Prefetch microbatches in worker processes, in exactly the order of the training loop --------
 # Uses torch's DataLoader with one microbatch per item, which keeps the order of its sampler. When
@@ -52,9 +53,6 @@ from hpctrain.train.launchers.agent_ranks import die_with_parent
 
 _MAX_WORKERS = 8
 _PREFETCHED = 2  # microbatches per process that are ready or being read
-# Signals that Slurm sends to every process of a step while its ranks still save. A rank decides
-# when it ends, and its workers end with it.
-_IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def useful_workers() -> int:
@@ -159,7 +157,7 @@ def _following(samples: range) -> range:
 def _init_worker(number: int) -> None:
     """Tie the lifetime of a new worker to that of its rank."""
     parent = os.getppid()
-    for ignored in _IGNORED_SIGNALS:
+    for ignored in LEFT_TO_RANKS:
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != parent:  # the rank ended before the line above

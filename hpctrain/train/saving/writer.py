@@ -30,9 +30,9 @@ from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Writing
 from hpctrain.train.faults import is_full
 from hpctrain.train.saving.host_buffers import HostBuffers
-from hpctrain.train.saving.writing_process import IGNORED_SIGNALS
 from hpctrain.train.stacks import ignore_requests
 from hpctrain.train.step_agreement import WriterState
+from hpctrain.train.stop import LEFT_TO_RANKS
 from hpctrain.train.storage import exhausted, is_away, lost_in
 
 # -- Write one rank's files of one checkpoint, digest them, and report how that ended ------------
@@ -239,7 +239,7 @@ class SpawnedWriter(Writer):
         descriptors = (theirs.fileno(), self._buffers.descriptor)
         argv = [sys.executable, "-m", module, *map(str, (*descriptors, os.getpid()))]
         # until the process ignores them itself, none of Slurm's signals may end it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
         try:
             self._process = subprocess.Popen(
                 argv, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL

@@ -14,22 +14,14 @@ import sys
 from multiprocessing.connection import Connection
 
 from hpctrain.train.launchers.agent_ranks import die_with_parent
-
-# What Slurm sends to all processes of a step while its ranks still save.
-IGNORED_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+from hpctrain.train.stop import LEFT_TO_RANKS
 
 
 def main(arguments: list[str]) -> None:
     """Serve jobs until the rank closes its end; `arguments`: pipe, memory, id of the rank."""
-    for number in IGNORED_SIGNALS:
+    for number in LEFT_TO_RANKS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
     pipe, memory, rank_pid = map(int, arguments)
     die_with_parent()
     if os.getppid() != rank_pid:  # the rank ended before the line above

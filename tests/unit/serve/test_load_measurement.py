@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.serve.load.measurement import ClientUse, Measurement, RequestRecord, compare
-from hpctrain.serve.load.sending import (
-    AnswerError,
+from hpctrain.serve.load.measurement import (
+    ClientUse,
     LoadPlan,
     LoadResult,
     LoadTarget,
-    PromptStyle,
-    StreamedAnswer,
-    request_body,
+    Measurement,
+    RequestRecord,
+    compare,
 )
+from hpctrain.serve.load.sending import AnswerError, PromptStyle, StreamedAnswer, request_body
 from hpctrain.serve.load.summary import RankInterval, rank_interval, sample_quantile, summarize
 from hpctrain.serve.load.trace_file import read_trace
 from hpctrain.serve.plan.documents import Promise

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from hpctrain.serve.load.__main__ import main
-from hpctrain.serve.load.measurement import FailureKind, RequestRecord
-from hpctrain.serve.load.sending import LoadTarget, PromptStyle, send_requests
+from hpctrain.serve.load.measurement import FailureKind, LoadTarget, RequestRecord
+from hpctrain.serve.load.sending import PromptStyle, send_requests
 from hpctrain.serve.plan.traffic import Lengths, Requests, Traffic, draw_requests
 
 

@@ -264,7 +264,7 @@ def test_a_pipe_is_read_to_its_end_and_kept(tmp_path: Path) -> None:
 def test_a_pipe_without_a_writer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.spec.loader._WRITER_SECONDS", 0.1)
+    monkeypatch.setattr("hpctrain.spec.files._WRITER_SECONDS", 0.1)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(InvalidInputError, match="a pipe into which nobody writes"):

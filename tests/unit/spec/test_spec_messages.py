@@ -12,13 +12,8 @@ from wrong_specs import VALID, problems_of, shown
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.records.supervise_config import ChannelSettings, RollbackSettings
-from hpctrain.spec.loader import (
-    GONE,
-    MAX_FILE_BYTES,
-    forget_former_fields,
-    load_profile,
-    load_run_spec,
-)
+from hpctrain.spec.files import MAX_FILE_BYTES
+from hpctrain.spec.loader import GONE, forget_former_fields, load_profile, load_run_spec
 from hpctrain.spec.profile.software import CommandsProfile
 
 # (text in VALID, what replaces it, all problems)

@@ -24,12 +24,13 @@ import sys, time
 from pathlib import Path
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.tracking import tracking_config
-from hpctrain.tracking import follower, wandb_run
+from hpctrain.tracking import wandb_run
+from hpctrain.tracking.__main__ import writers
 from tracked_runs import train
 
 run, times = RunLayout(Path(sys.argv[1])), int(sys.argv[2])
 wandb_run.SEGMENT_SECONDS = 0.0
-(make,) = follower.writers(run, tracking_config(run))
+(make,) = writers(run, tracking_config(run))
 writer = make()
 for number in range(times):
     train(run, [2 * number + 1, 2 * number + 2], saved=[2 * number + 1])

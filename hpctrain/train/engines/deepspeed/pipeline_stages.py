@@ -2,7 +2,7 @@
 
 What the model does around its blocks (positions, masks, the output layer) is repeated here as
 layers with one tensor in and one out. Belongs here: that list for GPT-2 and Llama, and its cuts.
-Does not belong here: training with it (see `pipeline`).
+Does not belong here: training with it (see `engine`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find what DeepSpeed lacks on this machine, before torch is imported and before any rank waits.
 
 Belongs here: packages, tools and directories. Does not belong here: contradictions in a spec (see
-`hpctrain.spec.engines.deepspeed`), building an operator (see `library`).
+`hpctrain.spec.engines.deepspeed`), building an operator (see `assembly`).
 """
 
 from __future__ import annotations

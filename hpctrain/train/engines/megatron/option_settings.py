@@ -4,7 +4,7 @@ Each function returns only what an option changes, so that megatron-core's defau
 Sources are files of megatron-core 0.16.1 unless another is named; "Bridge" is NVIDIA-NeMo's
 Megatron-Bridge at commit 067f987d. Belongs here: formats of numbers, recomputation, offload,
 messages, experts' dispatch, CUDA graphs. Does not belong here: shape and layout (see `model`), what
-excludes an option (see `option_problems`).
+excludes an option (`hpctrain.spec.engines.megatron`).
 """
 
 from __future__ import annotations

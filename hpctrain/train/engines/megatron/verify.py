@@ -4,9 +4,9 @@ GPU.
 Prints the model that megatron-core built as one JSON document
 (`hpctrain.engines.verification.BuiltModel`). The ranks are in a fake process group of the planned
 size, and their tensors on the meta device have shapes and no memory. The modules are those that
-training uses (`model`). Belongs here: the order of steps and the command line. Does not belong
-here: what a model is made of (see `model`), how kept bytes are counted (see `verify`),
-comparing (see `hpctrain.engines`).
+training uses (`model`). Belongs here: the order of steps, how kept bytes are counted, and the
+command line. Does not belong here: what a model is made of (see `model`), comparing (see
+`hpctrain.engines`).
 """
 
 from __future__ import annotations
