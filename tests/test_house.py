@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
+import glob
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -298,6 +300,21 @@ def test_the_package_has_what_stands_beside_it_by_a_link(directory: str) -> None
     link = PACKAGE / directory
     wish = f"hpctrain/{directory} has to be a symbolic link: `ln -s ../{directory} hpctrain/`"
     assert link.is_symlink() and link.resolve() == ROOT / directory, wish
+
+
+def test_a_wheel_has_every_file_of_the_package() -> None:
+    """A checkout finds files that no pattern of package-data names, and a wheel does not."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed: set[str] = set()
+    for pattern in settings["package-data"]["hpctrain"]:
+        files = glob.glob(pattern, root_dir=PACKAGE, recursive=True)
+        assert files, f"a pattern of nothing: {pattern}"
+        packed.update(files)
+    beside = ("hpctrain/", "templates/", "cluster_profiles/", "examples/")
+    tracked = [path.relative_to(ROOT).as_posix() for path in tracked_files()]
+    needed = {one.removeprefix("hpctrain/") for one in tracked if one.startswith(beside)}
+    missing = sorted(one for one in needed - packed if not one.endswith((".py", ".md")))
+    assert not missing, f"name them in package-data of pyproject.toml: {missing}"
 
 
 def test_every_module_says_what_belongs_into_it() -> None:
