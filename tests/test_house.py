@@ -23,7 +23,7 @@ from pydantic import BaseModel
 import hpctrain
 from bench.house import counts
 from bench.house.pictures import reachable
-from bench.house.sources import imports, read_package
+from bench.house.sources import Source, imports, read_package
 from hpctrain.base import errors
 from hpctrain.records.ledger import EventKind
 from hpctrain.spec.engines.abilities import EngineAbilities
@@ -242,6 +242,11 @@ def trees() -> dict[Path, ast.Module]:
 
 
 @functools.cache
+def sources() -> list[Source]:
+    return read_package(PACKAGE)
+
+
+@functools.cache
 def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree))
 
@@ -252,6 +257,7 @@ def _no_trees_stay() -> Iterator[None]:
     twice as long, and `plan --verify` ten times."""
     yield
     trees.cache_clear()
+    sources.cache_clear()
     nodes.cache_clear()
 
 
@@ -351,18 +357,17 @@ def test_nothing_is_left_for_later() -> None:
 
 def test_what_is_said_twice_becomes_less() -> None:
     """`python -m bench.house --list` shows what is counted; a lower number is written here."""
-    sources = read_package(PACKAGE)
     assert {
-        "pairs of classes that share five fields": len(counts.mirrored_classes(sources)),
-        "lines that hand on a field": len(counts.copied_fields(sources)),
-        "small modules of one other": len(counts.small_modules_of_one(sources)),
-        "short functions that one place calls": len(counts.one_use_functions(sources, 5)),
+        "pairs of classes that share five fields": len(counts.mirrored_classes(sources())),
+        "lines that hand on a field": len(counts.copied_fields(sources())),
+        "small modules of one other": len(counts.small_modules_of_one(sources())),
+        "short functions that one place calls": len(counts.one_use_functions(sources(), 5)),
     } == RATCHETS
 
 
 def test_classes_that_are_like_each_other_are_two_for_a_reason() -> None:
     """A pair that is new is one class, or has its reason in `TWO_LIKE_EACH_OTHER`."""
-    found = counts.mirrored_classes(read_package(PACKAGE))
+    found = counts.mirrored_classes(sources())
     pairs = {pair: {*pair.rpartition(":")[0].split(" ~ ")} for pair in found}
     without = [pair for pair, classes in pairs.items() if not classes & TWO_LIKE_EACH_OTHER.keys()]
     assert not without, f"use one of them, or hold it as a field: {without}"
@@ -372,15 +377,14 @@ def test_classes_that_are_like_each_other_are_two_for_a_reason() -> None:
 
 def test_few_functions_are_a_piece_of_one_other() -> None:
     """A private function that one place names cuts a thought in two, unless it has a noun."""
-    share = counts.one_use_share(read_package(PACKAGE))
+    share = counts.one_use_share(sources())
     assert share.part / share.whole <= 0.18, f"join them with who calls them: {share}"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """An import within a function is one, too; those of annotations alone are none."""
-    sources = read_package(PACKAGE)
-    modules = {source.name for source in sources}
-    graph = {one.name: frozenset(imports(one, modules, annotations=False)) for one in sources}
+    modules = {source.name for source in sources()}
+    graph = {one.name: frozenset(imports(one, modules, annotations=False)) for one in sources()}
     below = reachable(graph)
     circles = {frozenset(o for o in below[one] if one in below[o]) for one in below}
     assert not circles - {frozenset()}, f"move what ties them below both: {circles}"

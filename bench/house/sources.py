@@ -54,8 +54,10 @@ def imports(source: Source, modules: set[str], *, annotations: bool = True) -> s
     """
     found: set[str] = set()
     is_package = source.path.name == "__init__.py"
-    checked = [] if annotations else [*filter(_only_for_types, source.nodes())]
-    unread = {id(node) for one in checked for node in ast.walk(one)}
+    unread: set[int] = set()
+    if not annotations and "TYPE_CHECKING" in source.text:
+        checked = filter(_only_for_types, source.nodes())
+        unread = {id(node) for one in checked for node in ast.walk(one)}
     for node in source.nodes():
         if id(node) in unread:
             continue
