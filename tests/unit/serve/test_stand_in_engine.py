@@ -91,7 +91,7 @@ def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(
 )
 def test_it_fails_as_it_is_told(tmp_path: Path, failure: str, code: int, words: str) -> None:
     with stand_in(tmp_path, answers=False, fails=failure) as engine:
-        assert engine.process.wait(timeout=10) == code
+        assert engine.process.wait(timeout=60) == code
         assert words in engine.log.read_text()
 
 
@@ -101,7 +101,7 @@ def test_a_failure_with_a_ticket_happens_once(tmp_path: Path) -> None:
     told: dict[str, Any] = {"fails": "crash", "tickets": [str(ticket)], "after_requests": 1}
     with stand_in(tmp_path, **told) as engine:
         assert request(f"{engine.url}/v1/completions", PROMPT)[0] == 0
-        assert engine.process.wait(timeout=10) == 1
+        assert engine.process.wait(timeout=60) == 1
     with stand_in(tmp_path, **told) as engine:
         assert request(f"{engine.url}/v1/completions", PROMPT)[0] == 200
 
