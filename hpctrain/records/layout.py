@@ -49,6 +49,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -84,7 +85,7 @@ class RunLayout:
 
     directory: Path
 
-    @property
+    @cached_property
     def run_id(self) -> str:
         """The name of the run and of its jobs; of a part of a service with the service in front.
 
