@@ -34,6 +34,7 @@ from hpctrain.train.datasets.npz_arrays import open_archive
 from hpctrain.train.datasets.row_samples import RowSamples
 from hpctrain.train.datasets.sample_rows import ImageTransform
 from hpctrain.train.faults import DataError
+from hpctrain.train.stop import LEFT_TO_RANKS
 
 FOLDER: dict[str, Any] = {**VIT, "data_format": "images", "augmentation": "crop_flip"}
 
@@ -228,15 +229,16 @@ def _children() -> list[int]:
 
 
 def test_signals_of_slurm_do_not_end_the_readers(tmp_path: Path) -> None:
-    """Slurm sends SIGTERM to all processes of a step; a rank still reads while it saves."""
+    """Slurm sends them to all processes of a step; a rank still reads while it saves, and SIGQUIT
+    asks the rank alone for its stacks."""
     before = set(_children())
     ahead = reading_ahead(tmp_path, workers=1)
     first = pixels(ahead, 0)
     readers = [pid for pid in _children() if pid not in before]
     assert readers
     for pid in readers:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGUSR2)
+        for number in LEFT_TO_RANKS:
+            os.kill(pid, number)
     more = [pixels(ahead, step * 8) for step in range(1, 6)]
     assert len(first) == 8 and all(len(one) == 8 for one in more)
     close(ahead)
